@@ -31,7 +31,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.lanes import Ticket
-from patrickstar.memory.links import Links, lanes_of
+from patrickstar.memory.links import lanes_of
 from patrickstar.memory.mapping import reserve
 
 CASES = {"read": ("read",), "write": ("write",), "both": ("read", "write")}
@@ -89,9 +89,10 @@ class Ours:
     def __init__(self, directory: Path, units: int, nbytes: int, depth: int) -> None:
         self._depth = depth
         self._units = {way: [PlaneRef(number, way) for number in range(units)] for way in ("read", "write")}
-        self._pool = DiskPool(directory, units={ref: nbytes for refs in self._units.values() for ref in refs})
-        self._links = Links(lanes_of())
-        self._lanes = {"read": self._links.lane(Tier.DISK, Tier.HOST), "write": self._links.lane(Tier.HOST, Tier.DISK)}
+        sizes = {ref: nbytes for refs in self._units.values() for ref in refs}
+        self._pool = DiskPool(directory, units=sizes, budget_bytes=sum(sizes.values()))
+        make = lanes_of()
+        self._lanes = {"read": make(Tier.DISK, Tier.HOST), "write": make(Tier.HOST, Tier.DISK)}
         self._buffers = {way: _buffers(depth, nbytes) for way in self._units}
 
     def fill(self) -> None:
@@ -118,7 +119,8 @@ class Ours:
         return self._lanes[way].issue(work, nbytes=buffer.nbytes)
 
     def close(self) -> None:
-        self._links.close()
+        for lane in self._lanes.values():
+            lane.close()
         self._pool.close()
 
 

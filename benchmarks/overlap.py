@@ -35,7 +35,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from worker import Worker
 
 import patrickstar
-from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.trace import Phase
 from patrickstar.plan.simulate import simulate
 
@@ -109,8 +108,7 @@ def simulated_halves(session: patrickstar.Session) -> list[dict[str, int]]:
     plan, trace = session.plan, session.trace
     assert plan is not None, "the step had no plan"
     assert trace is not None, "the step had no trace"
-    unbounded = Machine(plan.start.compute, dict.fromkeys(Tier, sys.maxsize))  # budgets are the plan's to keep
-    moves = simulate(plan, trace, session.layout, unbounded).moved_by_moment
+    moves = simulate(plan, trace).moved_by_moment
     middle = next(index for index, moment in enumerate(trace.moments) if moment.phase is Phase.BACKWARD)
     return [{link: sum(moved[link] for moved in half) for link in _LINKS} for half in (moves[:middle], moves[middle:])]
 

@@ -88,8 +88,8 @@ ENGINE_OPTIMIZER = [
 ]
 READABLE = {
     Layout: ["n_chunks", "model_numel", "padding", "digest"],
-    Trace: ["peak", "name", "digest", "differences", "parse"],
-    Plan: ["actions", "digest", "diff", "parse"],
+    Trace: ["peak", "name", "digest", "parse"],
+    Plan: ["actions", "digest", "parse"],
 }
 
 

@@ -40,7 +40,6 @@ SLOW: Final = frozenset(
         "session/test_layerdrop.py",
         "session/test_random_programs.py",
         "session/test_scripts.py",
-        "session/test_sequences.py",
         "session/test_simulation.py",
         "session/test_optimizers.py",
         "session/test_sixteen_bits.py",

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from patrickstar.errors import DeviceError
 from patrickstar.memory.driver import DeviceAddresses
-from patrickstar.torch_private import storage_at
 from tests.accelerator.cuda import Accelerator
+from tests.cuda.schedules import SCHEDULES
+from tests.gpu.test_traps import over
 
-SCHEDULES = [(0.0, 0), *((0.3, seed) for seed in range(5)), (1.0, 0)]
 FAULTS = ["none", "no wait before the copy out", "no wait after the copy in", "no record_stream"]
 MIB = 1 << 20
 GRANULE = 2 * MIB
@@ -262,16 +262,6 @@ def test_a_schedule_is_what_its_seed_makes_it(accelerator: Accelerator) -> None:
     assert order(1) == order(1) != order(2)
 
 
-def test_backward_runs_on_a_thread_of_the_engine() -> None:
-    threads = set()
-    tensor = torch.ones(4, device="cuda", requires_grad=True)
-    result = tensor * 2
-    result.register_hook(lambda gradient: threads.add(threading.get_ident()))
-    result.sum().backward()
-    assert threads
-    assert threading.get_ident() not in threads
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_training_has_the_bits_of_the_cpu(schedule: tuple[float, int], accelerator: Accelerator) -> None:
     def train(device: str) -> list[Tensor]:
@@ -367,10 +357,6 @@ def test_a_copy_of_memory_that_was_registered_in_two_pieces_fails() -> None:
 # the driver's virtual memory
 
 
-def floats_at(address: int, count: int) -> Tensor:
-    return torch.empty(0, device="cuda").set_(storage_at(address, 4 * count, torch.device("cuda:0")), 0, (count,), (1,))
-
-
 @pytest.fixture
 def addresses() -> Iterator[DeviceAddresses]:
     """Two granules of addresses, of which the first has memory."""
@@ -383,7 +369,7 @@ def addresses() -> Iterator[DeviceAddresses]:
 
 def test_memory_is_mapped_at_addresses_that_were_reserved(addresses: DeviceAddresses, accelerator: Accelerator) -> None:
     before = accelerator.driver_bytes() - GRANULE
-    tensor = floats_at(addresses.start, 16)
+    tensor = over(addresses.start, 16)
     assert tensor.isnan().all().item()
     assert tensor.fill_(2).sum().item() == 32
     torch.accelerator.synchronize()
@@ -393,14 +379,14 @@ def test_memory_is_mapped_at_addresses_that_were_reserved(addresses: DeviceAddre
 
 def test_addresses_without_memory_are_not_used_unseen(addresses: DeviceAddresses) -> None:
     with pytest.raises(RuntimeError, match="addresses that have no memory"):
-        floats_at(addresses.start + GRANULE - 4, 2).zero_()
+        over(addresses.start + GRANULE - 4, 2).zero_()
     with pytest.raises(RuntimeError, match="addresses that have no memory"):
-        floats_at(addresses.start + GRANULE, 1).sum()
+        over(addresses.start + GRANULE, 1).sum()
 
 
 def test_memory_that_is_in_use_is_not_unmapped_unseen(addresses: DeviceAddresses, accelerator: Accelerator) -> None:
     accelerator.configure(1.0)
-    floats_at(addresses.start, 16).zero_()
+    over(addresses.start, 16).zero_()
     addresses.unmap(0)
     assert "cuMemUnmap" in accelerator.races()[0]
 
@@ -413,19 +399,19 @@ def test_memory_at_two_addresses_is_one(waits: bool, addresses: DeviceAddresses,
     addresses.map_also(GRANULE, of=0)
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(first):
-        floats_at(address, 16).fill_(3)
+        over(address, 16).fill_(3)
         written = first.record_event()
     with torch.cuda.stream(second):
         if waits:
             second.wait_event(written)
-        total = floats_at(address + GRANULE, 16).sum()
+        total = over(address + GRANULE, 16).sum()
     torch.accelerator.synchronize()
     races = accelerator.races()
     assert bool(races) == (not waits)
     assert all("by another address" in race for race in races)
     assert total.item() == 48 or not waits
     with torch.cuda.stream(second):
-        floats_at(address + GRANULE, 16).fill_(4)
+        over(address + GRANULE, 16).fill_(4)
     addresses.unmap(0)  # what is under way uses the other address
     assert not accelerator.races()
     assert accelerator.driver_bytes() == before + GRANULE

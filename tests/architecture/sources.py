@@ -9,7 +9,6 @@ from pathlib import Path
 import patrickstar
 
 PACKAGE = Path(patrickstar.__file__).parent
-MAX_LINES = 600
 PURE = ("core", "plan", "config", "units.py", "errors.py")
 
 _HOOKS = re.compile(r"register_(forward_hook|forward_pre_hook|full_backward_\w+|backward_hook|module_\w+)")
@@ -93,25 +92,10 @@ def foreign_imports(tree: ast.Module) -> list[str]:
     return found
 
 
-def wrong_all(tree: ast.Module, *, exact: bool) -> list[str]:
-    """What is wrong with `__all__`: not a literal, not sorted, names not there; with `exact`, public names left out."""
-    exported: list[str] | None = None
-    for statement in _top_level(tree):
-        match statement:
-            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
-                exported = list(ast.literal_eval(value))
-    if exported is None:
-        return ["there is no __all__"] if exact else []
+def public_names(tree: ast.Module) -> set[str]:
+    """Names at the top of a module that anybody may use."""
     defined = set().union(*map(_defined, _top_level(tree)))
-    found = []
-    if exported != sorted(set(exported), key=_order):
-        found.append(f"not sorted, or not each once: {exported}")
-    if "__getattr__" not in defined:  # else names may be made when asked for; importing them shows
-        found += [f"{name} is not there" for name in exported if name not in defined]
-    if exact:
-        public = {name for name in defined if not name.startswith("_") or name == "__version__"}
-        found += [f"{name} is public but not in __all__" for name in sorted(public - set(exported))]
-    return found
+    return {name for name in defined if not name.startswith("_") or name == "__version__"}
 
 
 def docstrings_that_cannot_be_read_alone(tree: ast.Module) -> list[str]:
@@ -151,11 +135,6 @@ def _defined(statement: ast.stmt) -> set[str]:
             future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
             return set() if future else {alias.asname or alias.name.partition(".")[0] for alias in names}
     return set()
-
-
-def _order(name: str) -> tuple[int, str]:
-    """The order ruff keeps (RUF022): constants, classes, then the rest."""
-    return (0 if name.isupper() and len(name) > 1 else 1 if name[:1].isupper() else 2), name
 
 
 def _called(value: ast.expr) -> str:

@@ -10,11 +10,11 @@ import pytest
 import patrickstar
 
 SOURCE, TESTS = Path(patrickstar.__file__).parent, Path(__file__).parents[1]
-LIMITS = {SOURCE: 32_500, TESTS: 51_300, SOURCE / "config" / "engine": 450}
-"""Lines of Python in all: the issue that makes the house smaller ends at 32,000, 49,000 and 450."""
+LIMITS = {SOURCE: 32_000, TESTS: 49_000, SOURCE / "config" / "engine": 450}
+"""Lines of Python in all."""
 LINES_OF_A_FILE = 500
 METHODS_OF_A_CLASS = 20
-BROADER = {"Session", "ChunkStore", "Events"}
+BROADER = {"Session"}
 """What is not yet as short: nothing is added here."""
 
 

@@ -8,7 +8,6 @@ import pytest
 
 import patrickstar
 from tests.architecture.sources import (
-    MAX_LINES,
     PACKAGE,
     PURE,
     docstrings_that_cannot_be_read_alone,
@@ -17,7 +16,7 @@ from tests.architecture.sources import (
     mutable_state,
     name_of,
     paths,
-    wrong_all,
+    public_names,
 )
 from tests.conftest import SLOW
 
@@ -42,13 +41,8 @@ def test_no_module_has_state_that_can_change():
     assert offenders(lambda path: mutable_state(tree(path))) == []
 
 
-def test_every_all_is_sorted_and_names_what_is_there():
-    assert offenders(lambda path: wrong_all(tree(path), exact=path == PACKAGE / "__init__.py")) == []
-
-
-def test_files_stay_below_the_length_where_a_second_noun_is_likely():
-    lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in paths()}
-    assert {name: n_lines for name, n_lines in lengths.items() if n_lines > MAX_LINES} == {}, "what is the second noun?"
+def test_all_that_is_public_is_in_all():  # that it is sorted and there, ruff sees
+    assert public_names(tree(PACKAGE / "__init__.py")) <= set(patrickstar.__all__)
 
 
 def test_a_docstring_begins_with_a_noun_or_a_verb():
@@ -106,15 +100,8 @@ def test_every_public_name_can_be_imported():
 
 
 def test_the_errors_are_public():
-    assert {
-        "BudgetError",
-        "CheckpointError",
-        "ConfigError",
-        "DeviceError",
-        "Error",
-        "LayoutError",
-        "StateError",
-    } <= set(patrickstar.__all__)
+    kinds = ("Budget", "Checkpoint", "Config", "Device", "Layout", "State", "")
+    assert {f"{kind}Error" for kind in kinds} <= set(patrickstar.__all__)
 
 
 @pytest.mark.parametrize(
@@ -173,30 +160,6 @@ def test_state_at_the_top_of_a_module_is_found(code):
 )
 def test_constants_and_local_state_are_no_state_of_the_module(code):
     assert mutable_state(ast.parse(code)) == []
-
-
-@pytest.mark.parametrize(
-    ("code", "wrong"),
-    [
-        ("a = 1", "there is no __all__"),
-        ("__all__ = ['b', 'a']\na = b = 1", "not sorted"),
-        ("__all__ = ['a', 'B']\na = B = 1", "not sorted"),
-        ("__all__ = ['a', 'a']\na = 1", "not sorted"),
-        ("__all__ = ['a']", "a is not there"),
-        ("from x import a, b\n__all__ = ['a']", "b is public"),
-        ("__all__ = []\ndef f(): pass", "f is public"),
-        ("__all__ = []\nimport x.y", "x is public"),
-    ],
-)
-def test_an_inexact_all_is_found(code, wrong):
-    found = wrong_all(ast.parse(code), exact=True)
-    assert len(found) == 1
-    assert wrong in found[0]
-
-
-def test_an_exact_all_passes():
-    code = "from __future__ import annotations\nfrom x import y as a\nimport _b\n__all__ = ['a', 'c']\ndef c(): pass"
-    assert wrong_all(ast.parse(code), exact=True) == []
 
 
 @pytest.mark.parametrize(

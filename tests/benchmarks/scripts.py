@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.docs.pages import ROOT
+from tests.forked import run_script
 
 BESIDE = (
     "step",
@@ -34,3 +35,11 @@ def script(folder, name):
     for beside in BESIDE:
         sys.modules.pop(beside, None)
     return found
+
+
+def run(name, *arguments):
+    """What a script of `benchmarks/` prints, which must come to its end."""
+    path = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'benchmarks'}"}
+    done = run_script(ROOT / "benchmarks" / name, *arguments, environment=path)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

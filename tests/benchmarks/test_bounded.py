@@ -5,8 +5,7 @@ import json
 import pytest
 from benchmarks.overhead_sides import interval
 
-from tests.docs.pages import ROOT
-from tests.forked import run_script
+from tests.benchmarks.scripts import run
 
 SIZES = ["--pairs", 2, "--layers", 1, "--tokens", 16, "--width", 48, "--vocabulary", 128]
 
@@ -15,16 +14,7 @@ SIZES = ["--pairs", 2, "--layers", 1, "--tokens", 16, "--width", 48, "--vocabula
 @pytest.mark.slow
 def test_both_sides_take_the_same_steps_and_nothing_moves(tmp_path):
     out = tmp_path / "bounded.json"
-    done = run_script(
-        ROOT / "benchmarks" / "bounded.py",
-        *SIZES,
-        "--bounds",
-        "tightest",
-        "--out",
-        out,
-        environment={"PYTHONPATH": str(ROOT / "src")},
-    )
-    assert done.returncode == 0, done.stderr
+    run("bounded.py", *SIZES, "--bounds", "tightest", "--out", out)
     result = json.loads(out.read_text())
     (row,) = result["bounds"]
     assert len(row["seconds"]["plain"]) == len(row["seconds"]["managed"]) == len(row["ratios"]) == 2

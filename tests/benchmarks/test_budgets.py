@@ -16,11 +16,8 @@ def budgets():
     ("forward", "backward", "seconds"),
     [
         ((0, 0), (0, 0), 3.0),  # computing alone
-        (
-            (8, 0),
-            (0, 0),
-            5.0,
-        ),  # what the forward reads takes longer than the forward and the update, and the backward comes after it
+        # What the forward reads takes longer than the forward and the update, and the backward comes after it.
+        ((8, 0), (0, 0), 5.0),
         ((0, 0), (8, 0), 6.0),  # the update goes beside the forward, which has nothing to wait for
         ((0, 6), (0, 8), 5.6),  # all that moves, whenever it does
         ((1, 8), (1, 6), 6.4),

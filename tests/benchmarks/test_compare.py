@@ -4,9 +4,7 @@ import json
 
 import pytest
 
-from tests.benchmarks.scripts import script
-from tests.docs.pages import ROOT
-from tests.forked import run_script
+from tests.benchmarks.scripts import run, script
 
 
 @pytest.fixture
@@ -60,13 +58,7 @@ def test_without_deepspeed_its_rows_say_so(compare, monkeypatch):
 def test_a_process_that_passes_the_cap_is_killed_and_larger_models_are_not_tried(tmp_path, monkeypatch):
     out = tmp_path / "result.json"
     flags = ["--caps", "0.1", "2", "--models", "tiny", "124M", "--steps", "1", "--tokens", "16", "--out", out]
-    done = run_script(
-        ROOT / "benchmarks" / "compare.py",
-        *flags,
-        *("--only", "plain", "fsdp2", "patrickstar"),
-        environment={"PYTHONPATH": str(ROOT / "src")},
-    )
-    assert done.returncode == 0, done.stderr
+    run("compare.py", *flags, "--only", "plain", "fsdp2", "patrickstar")
     result = json.loads(out.read_text())
     by_cap = [[cell for cell in result["cells"] if (cell["cap_bytes"] > 1 << 30) is large] for large in (False, True)]
     assert [cell["why"] for cell in by_cap[0]] == ["passed the cap", "tiny did not train"] * 3

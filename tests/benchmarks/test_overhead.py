@@ -7,28 +7,22 @@ import torch
 from benchmarks.overhead_sides import alike, measure, plain_step, ratios_of
 from torch import nn
 
-from tests.docs.pages import ROOT
-from tests.forked import run_script
+from tests.benchmarks.scripts import run
 
 SIZES = ["--rounds", 2, "--layers", 1, "--tokens", 16, "--width", 48, "--vocabulary", 128]
-
-
-def run(*arguments):
-    return run_script(ROOT / "benchmarks" / "overhead.py", *arguments, environment={"PYTHONPATH": str(ROOT / "src")})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_both_sides_take_the_same_steps(tmp_path, precision):
     out = tmp_path / "overhead.json"
-    done = run("--precision", precision, *SIZES, "--out", out)
-    assert done.returncode == 0, done.stderr
+    shown = run("overhead.py", "--precision", precision, *SIZES, "--out", out)
     result = json.loads(out.read_text())
     assert result["precision"] == precision
     assert len(result["seconds"]["plain"]) == len(result["seconds"]["managed"]) == len(result["ratios"]) == 2
     assert result["planned_steps"] == 4  # with those that warm up
     assert ("fp32 masters" in result["what"]) is (precision == "bf16")
-    assert "round 2: plain" in done.stdout
+    assert "round 2: plain" in shown
 
 
 class Toy(nn.Module):

@@ -2,16 +2,7 @@
 
 import pytest
 
-from tests.docs.pages import ROOT
-from tests.forked import run_script
-
-
-def run(name, *arguments):
-    done = run_script(
-        ROOT / "benchmarks" / name, *arguments, environment={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'benchmarks'}"}
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from tests.benchmarks.scripts import run
 
 
 def test_a_trace_and_its_plans_are_timed():

@@ -109,8 +109,6 @@ def test_a_use_is_every_call_from_torch_to_torch(package):
         ("        (lambda: None)()", 1, 0),
         ("        len('')", 0, 1),
         ("        any(True for _ in ())", 1, 1),
-        pytest.param("        self.log.count(self)", 0, 1, marks=pytest.mark.campaign),
-        pytest.param("        pass", 0, 0, marks=pytest.mark.campaign),
     ],
 )
 def test_one_call_more_is_one_more(package, more, python, c):

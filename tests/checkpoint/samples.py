@@ -10,12 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 from patrickstar.checkpoint.format import seal
 from patrickstar.checkpoint.reader import StepReader
 from patrickstar.checkpoint.storage import write_step
-from patrickstar.checkpoint.tensors import TensorEntry
+from patrickstar.checkpoint.tensors import DTYPES, TensorEntry
 
+ENTRIES = st.lists(
+    st.builds(
+        TensorEntry,
+        name=st.text(max_size=8).filter(lambda name: name != "__metadata__"),
+        dtype=st.sampled_from(list(DTYPES.values())),
+        shape=st.lists(st.integers(0, 6), max_size=4).map(tuple),
+        stem=st.sampled_from(["weights", "moments"]),
+    ),
+    unique_by=lambda entry: entry.name,
+    max_size=12,
+)
+"""Tensors of files, of any names, types and shapes."""
 SHARD_BYTES = 10_368  # two files for the weights
 PIECE_NUMEL = 700  # neither a whole block nor a whole tensor
 
@@ -134,8 +147,5 @@ LIES: dict[str, tuple[bytes, str]] = {
     "bytes that belong to none": (headed({"a": entry("F32", [3], 0, 12)}, 16), "not a safetensors file"),
     "an unknown type": (headed({"a": entry("F33", [3], 0, 12)}, 12), "unknown variant"),
     "a type that is not read": (headed({"a": entry("F8_E8M0", [12], 0, 12)}, 12), "F8_E8M0, which is not read"),
-    "a tensor of another file": (
-        headed({"wte.weight": entry("U8", [4], 0, 4)}, 4),
-        "as well",
-    ),
+    "a tensor of another file": (headed({"wte.weight": entry("U8", [4], 0, 4)}, 4), "as well"),
 }

@@ -8,22 +8,11 @@ from pathlib import Path
 import safetensors.torch
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from patrickstar.checkpoint.header import Span, encode_header, read_header
-from patrickstar.checkpoint.tensors import DTYPES, TensorEntry
+from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.memory.fileio import FileIO
-
-ENTRIES = st.lists(
-    st.builds(
-        TensorEntry,
-        name=st.text(max_size=8).filter(lambda name: name != "__metadata__"),
-        dtype=st.sampled_from(list(DTYPES.values())),
-        shape=st.lists(st.integers(0, 5), max_size=4).map(tuple),
-    ),
-    unique_by=lambda entry: entry.name,
-    max_size=6,
-)
+from tests.checkpoint.samples import ENTRIES
 
 
 def spans_of(path: Path) -> dict[str, Span]:

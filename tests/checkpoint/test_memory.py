@@ -52,14 +52,8 @@ print(written, verified, read_back)
 def test_64_mib_are_written_verified_and_read_in_a_few(tmp_path):
     # Every block goes back to the system when it is freed: what glibc keeps on its heap differs by chance, by 4 MiB and more.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env=environment,
-    )
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     written, verified, read_back = map(int, done.stdout.split())
     # Two blocks of 4 MiB; two blocks of 4 MiB; two pieces of 4 MiB. And what is smaller.

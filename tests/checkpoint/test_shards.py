@@ -8,20 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from patrickstar.checkpoint.shards import plan_shards
-from patrickstar.checkpoint.tensors import DTYPES, TensorEntry
+from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.errors import ConfigError
-
-ENTRIES = st.lists(
-    st.builds(
-        TensorEntry,
-        name=st.text(min_size=1, max_size=6),
-        dtype=st.sampled_from(list(DTYPES.values())),
-        shape=st.lists(st.integers(0, 6), max_size=3).map(tuple),
-        stem=st.sampled_from(["weights", "moments"]),
-    ),
-    unique_by=lambda entry: entry.name,
-    max_size=12,
-)
+from tests.checkpoint.samples import ENTRIES
 
 
 @given(entries=ENTRIES, shard_bytes=st.integers(1, 800))

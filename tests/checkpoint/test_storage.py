@@ -234,11 +234,7 @@ def test_pieces_are_asked_for_one_at_a_time_and_let_go_when_it_fails(tmp_path):
 def test_pieces_that_are_not_the_tensor_are_our_mistake_and_nothing_stays(tmp_path, pieces):
     with pytest.raises(AssertionError):
         write_step(
-            tmp_path,
-            1,
-            entries=[TensorEntry("w", torch.float32, (10,))],
-            read=lambda name: iter(pieces),
-            parameters={},
+            tmp_path, 1, entries=[TensorEntry("w", torch.float32, (10,))], read=lambda name: iter(pieces), parameters={}
         )
     assert list(tmp_path.iterdir()) == []
 

@@ -19,17 +19,10 @@ class Runs:
         self.model.write_text(json.dumps({**TINY, "bos_token_id": 0, "eos_token_id": 0}))
         self.text.write_text("".join(f"{n} bottles stand on the wall, and {n} bottles stay.\n" for n in range(1000)))
 
-    def train(self, *arguments: object, log: str = "log.jsonl", steps: int = 4) -> int:
-        """`patrickstar train` on the model and the text; gives the exit status."""
-        return self._train("--data", self.text, *arguments, log=log, steps=steps)
-
-    def train_random(self, *arguments: object, log: str = "log.jsonl", steps: int = 4) -> int:
-        """The same on random tokens; words at the beginning go on with what `--data` takes."""
-        return self._train("--data", "random", *arguments, log=log, steps=steps)
-
-    def _train(self, *arguments: object, log: str, steps: int) -> int:
+    def train(self, *arguments: object, data: object = None, log: str = "log.jsonl", steps: int = 4) -> int:
+        """`patrickstar train` on the model and the text, or other data; gives the exit status."""
         common = f"--device cpu --batch-size 2 --seq-len 16 --steps {steps} --schedule constant --warmup 5 --lr 1e-3"
-        files = ["--model", self.model, "--log-json", self.home / log]
+        files = ["--data", data or self.text, "--model", self.model, "--log-json", self.home / log]
         return main([str(word) for word in ("train", *common.split(), *files, *arguments)])
 
     def rows(self, log: str = "log.jsonl", event: str | None = None) -> list[dict]:

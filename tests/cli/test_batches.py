@@ -129,7 +129,7 @@ def test_the_word_random_goes_with_nothing_else(given):
 def test_a_run_on_random_tokens_reads_no_text_and_makes_no_tokenizer(runs, capsys, monkeypatch):
     monkeypatch.setattr("patrickstar.cli.data.read_corpus", None)
     monkeypatch.setattr("patrickstar.cli.data.make_tokenizer", None)
-    assert runs.train_random("--compare-plain", steps=4, log="whole") == 0
+    assert runs.train("--compare-plain", data="random", steps=4, log="whole") == 0
     assert "plain PyTorch gives the same bits" in capsys.readouterr().out
     start, *_, summary = runs.rows("whole")
     assert (start["config"]["data"], start["config"]["corpus"]) == (["random"], "random tokens")
@@ -137,6 +137,6 @@ def test_a_run_on_random_tokens_reads_no_text_and_makes_no_tokenizer(runs, capsy
     # Nothing is learnt: the loss is that of a guess.
     assert abs(summary["validation_loss"] - math.log(512)) < 0.2
     # Stopping and resuming gives the same.
-    assert runs.train_random("--checkpoint-dir", runs.checkpoints, steps=2) == 0
-    assert runs.train_random("--checkpoint-dir", runs.checkpoints, "--resume", steps=4) == 0
+    assert runs.train("--checkpoint-dir", runs.checkpoints, data="random", steps=2) == 0
+    assert runs.train("--checkpoint-dir", runs.checkpoints, "--resume", data="random", steps=4) == 0
     assert runs.losses() == runs.losses("whole")

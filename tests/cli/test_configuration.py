@@ -75,12 +75,6 @@ def test_what_it_says_takes_the_place_of_the_defaults(read):
         ({"patrickstar": {"device": "cpu"}}, {"device": "emulated"}, lambda c: c.memory.device, "emulated"),
         ({"patrickstar": {"step": "in_backward"}}, {"step": "deferred"}, lambda c: c.memory.step, "deferred"),
         (
-            {"client": {"mem_tracer": {"overall_cpu_mem_ratio": 0.5}}},
-            {"host_memory": "1GiB"},
-            lambda c: c.memory.host_memory,
-            "1GiB",
-        ),
-        (
             {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "a"}}},
             {"disk": Path("b")},
             lambda c: c.memory.disk,
@@ -140,6 +134,7 @@ ADAM = {"type": "Adam", "params": {"lr": 3e-3, "betas": [0.8, 0.95], "eps": 1e-6
 CYCLE = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 2}}
 BF16 = {"bf16": {"enabled": True}, "patrickstar": {"options": {"compute": "bf16"}}}
 OVERFLOWS = {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}
+ON_A_DEVICE = {"patrickstar": {"device": "emulated", "device_memory": "900KiB"}}
 COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 6, "warmup_num_steps": 2}}
 
 
@@ -149,11 +144,7 @@ COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 6, "warmup_num
         {"optimizer": ADAM, "gradient_clipping": 0.1, "gradient_accumulation_steps": 2},
         pytest.param({"optimizer": {**ADAM, "type": "AdamW"}, "scheduler": CYCLE}, marks=pytest.mark.campaign),
         pytest.param({"optimizer": ADAM, "scheduler": COSINE, **BF16}, marks=pytest.mark.campaign),
-        {
-            "scheduler": COSINE,
-            "patrickstar": {"device": "emulated", "device_memory": "900KiB"},
-            "default_chunk_size": 5000,
-        },
+        {"scheduler": COSINE, "default_chunk_size": 5000, **ON_A_DEVICE},
         {"optimizer": ADAM, "scheduler": COSINE, "gradient_clipping": 0.1, "fp16": OVERFLOWS},
     ],
     ids=["l2", "cycle", "bf16", "device", "fp16"],

@@ -52,19 +52,6 @@ def model(tmp_path):
     return write
 
 
-@pytest.fixture
-def gpt(tmp_path):
-    """Decoders of the original's table, for longer sequences, recomputing their activations."""
-
-    def write(layers, width, heads):
-        path = tmp_path / f"gpt-{layers}.json"
-        settings = {**Shape(layers, width, heads, positions=4096).settings(), "gradient_checkpointing": True}
-        path.write_text(json.dumps(settings))
-        return path
-
-    return write
-
-
 def plan(capsys, *arguments):
     status = main(["plan", "--json", *map(str, arguments)])
     captured = capsys.readouterr()
@@ -136,7 +123,6 @@ def test_slots_of_a_device_are_whole_granules(machine, model):
     from patrickstar.cli.model_source import ModelSource
     from patrickstar.cli.predict import predict
 
-    arguments = check_arguments()
     built = ModelSource.find(str(model(2))).build_on_meta()
     for name, itemsize in (("bf16", 2), ("fp32", 4)):
         chosen = check_arguments(precision=name)
@@ -146,7 +132,6 @@ def test_slots_of_a_device_are_whole_granules(machine, model):
             found = predict(built, batch_size=1, seq_len=32, clip=False, arguments=chosen, has=has)
             assert found.layout.chunk_numel * itemsize % granule == 0
             assert (found.layout.chunk_numel * itemsize % (2 * MIB) == 0) is (device is None)
-    assert arguments.device is None
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -220,11 +205,9 @@ def test_what_a_machine_has_not_is_refused(arguments, why, model, capsys):
     ("changed", "why"),
     [
         ({"devices": -1}, "devices=-1: expected a whole number of 0 or more"),
-        ({"device_bytes": 1.5}, "device_bytes=1.5: expected a whole number"),
         ({"host_bytes": True}, "host_bytes=True"),
         ({"host_bytes": 0}, "every machine has host memory"),
         ({"link": "fast"}, "link='fast': expected a finite number of 0 or more"),
-        ({"devices": 0}, "devices=0 with device_bytes="),
         ({"context_bytes": GIB}, "nothing is left of device_bytes"),
         ({"workspace_percent": 100}, "nothing is left of a device's budget"),
         ({"fast_16bit": ["fp8"]}, "expected a list of bf16 and fp16"),
@@ -233,7 +216,6 @@ def test_what_a_machine_has_not_is_refused(arguments, why, model, capsys):
         ({"devices": 0, "device_bytes": 0, "context_bytes": 0}, "say on how many threads"),
         (b"{", "not JSON"),
         (b"[]", "expected a JSON object"),
-        (b"{}", "every machine has host memory"),
         (b"\xff", "not JSON"),
     ],
 )
@@ -288,9 +270,12 @@ def test_a_host_alone_has_the_fixed_costs_of_its_threads(machine, model, capsys)
     ],
     ids=["18.5B", "18.3B in 90 layers", "15.9B", "20.7B"],
 )
-def test_an_h200_with_128_gib_holds_18b_exact_and_15b_clipped(shape, batch_size, step, status, gpt, capsys):
+def test_an_h200_with_128_gib_holds_18b_exact_and_15b_clipped(shape, batch_size, step, status, tmp_path, capsys):
+    model = tmp_path / "gpt.json"
+    settings = Shape(*shape, positions=4096).settings()  # of the original's table, for longer sequences
+    model.write_text(json.dumps({**settings, "gradient_checkpointing": True}))
     flags = ["--batch-size", batch_size, "--seq-len", 4096, *EXACT[step]]
-    found, row = plan(capsys, "--machine", "h200", "--model", gpt(*shape), *flags)
+    found, row = plan(capsys, "--machine", "h200", "--model", model, *flags)
     assert found == status, row.get("refusal")
     assert row["parameters"] > {0: 15e9 if step != "in_backward" else 18e9, 3: 20e9}[status]
     if status == 0:

@@ -163,7 +163,6 @@ SAVED = ["--checkpoint-dir", "checkpoints"]
         (SAVED, [*SAVED, "--resume", "--seed", 5, "--steps", 6], 1, "seed was 0, is 5"),
         (None, ["--log-json", "missing/log.jsonl"], 1, "No such file or directory"),
         (None, ["--data", "empty.txt"], 1, "is empty"),
-        (None, ["--data", "random"], 2, "random stands for random tokens and goes with nothing else"),
         (None, ["--seq-len", 4000], 2, "this model has 64 positions"),
         (None, ["--data", "missing.txt"], 2, "no such file or directory"),
     ],

@@ -14,7 +14,6 @@ from patrickstar import ConfigError, LossScale, Options
     [
         ({"initial": 0}, "initial=0: expected a finite number above 0"),
         ({"initial": float("inf")}, "initial=inf"),
-        ({"initial": True}, "initial=True"),
         ({"factor": 1.0}, "factor=1.0: expected a finite number above 1"),
         ({"window": 0}, "window=0: expected a whole number of 1 or more"),
         ({"hysteresis": 1.5}, "hysteresis=1.5"),

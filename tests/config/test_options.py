@@ -53,35 +53,23 @@ def test_what_this_version_knows_is_taken(good):
         ({"chunk_size": 1000}, "chunk_size=1000: expected a positive multiple of 1024, such as 1024"),
         ({"chunk_size": 3000}, "such as 2048 or 3072"),
         ({"chunk_size": 0}, "chunk_size=0: expected a positive multiple of 1024; the smallest is 1024"),
-        ({"chunk_size": -1024}, "the smallest is 1024"),
         ({"chunk_size": True}, "chunk_size=True"),
-        ({"chunk_size": 2048.0}, "chunk_size=2048.0"),
         ({"chunk_size": "1MiB"}, "chunk_size='1MiB'"),
         ({"eviction": "belady"}, "eviction='belady': expected 'next-use' or 'lru'"),
         ({"eviction": "LRU"}, 'did you mean "lru"'),
-        ({"eviction": None}, "eviction=None"),
         ({"eviction": ["lru"]}, "eviction="),
         ({"compute": "bf61"}, 'did you mean "bf16"'),
         ({"accumulate": 0}, "accumulate=0: expected a positive number"),
-        ({"accumulate": 1.5}, "accumulate=1.5"),
         ({"tile_rows": 0}, "tile_rows=0: expected a positive number; the smallest is 1"),
         ({"embedding_rows": True}, "embedding_rows=True: no option any more; use tile_rows="),
         ({"poison": 1}, "poison=1: expected True or False"),
         ({"emulated_link": "2GiB"}, "emulated_link='2GiB': expected bytes a second, or text such as"),
-        (
-            {"emulated_link": "0GiB/s"},
-            "emulated_link='0GiB/s': expected bytes a second, or text such as \"2GiB/s\", and more than 0",
-        ),
         ({"emulated_link": "50%/s"}, "emulated_link='50%/s'"),
         ({"emulated_link": 0}, "and more than 0"),
-        ({"emulated_link": True}, "emulated_link=True"),
         ({"emulated_link": 2.5}, "emulated_link=2.5"),
         ({"prefetch": -1}, "prefetch=-1: expected a number from 0 on, or None"),
-        ({"prefetch": 1.5}, "prefetch=1.5"),
         ({"prefetch": True}, "prefetch=True"),
-        ({"stress_seed": -1}, "stress_seed=-1: expected a number from 0 on, or None"),
         ({"stress_seed": 1.0}, "stress_seed=1.0"),
-        ({"stress_seed": False}, "stress_seed=False"),
     ],
 )
 def test_a_value_that_is_not_taken_is_told_with_what_is(bad, why):
@@ -91,10 +79,7 @@ def test_a_value_that_is_not_taken_is_told_with_what_is(bad, why):
     assert len(refusal.value.problems) == 1
 
 
-@pytest.mark.parametrize(
-    "early",
-    [{"chunked_loss": True}, {"chunked_loss": False}, {"collective_timeout": 60}],
-)
+@pytest.mark.parametrize("early", [{"chunked_loss": True}, {"chunked_loss": False}, {"collective_timeout": 60}])
 def test_an_option_of_a_later_version_takes_its_default_only(early):
     with pytest.raises(ConfigError, match="arrives in a later version"):
         Options(**early)

@@ -38,30 +38,6 @@ def llama(layers, width, hidden, vocabulary=32000, kv_width=None):
     return _specs([*shapes, ("norm.weight", (width,)), ("lm_head.weight", (vocabulary, width))])
 
 
-def vit(layers=12, width=768, patch=16, tokens=197, classes=1000):
-    shapes = [("cls_token", (1, 1, width)), ("position_embeddings", (1, tokens, width))]
-    shapes += [("patch.weight", (width, 3, patch, patch)), ("patch.bias", (width,))]
-    for i in range(layers):
-        for name in ("query", "key", "value", "output"):
-            shapes += _linear(f"layer.{i}.attention.{name}", width, width)
-        shapes += _linear(f"layer.{i}.intermediate", 4 * width, width) + _linear(f"layer.{i}.output", width, 4 * width)
-        shapes += _norm(f"layer.{i}.before", width) + _norm(f"layer.{i}.after", width)
-    return _specs(shapes + _norm("layernorm", width) + _linear("classifier", classes, width))
-
-
-def mixtral(layers=32, width=4096, hidden=14336, experts=8, vocabulary=32000):
-    shapes = [("embed_tokens.weight", (vocabulary, width))]
-    for i in range(layers):
-        rows = {"q": width, "k": width // 4, "v": width // 4, "o": width}
-        shapes += [(f"layers.{i}.self_attn.{name}_proj.weight", (n, width)) for name, n in rows.items()]
-        shapes.append((f"layers.{i}.gate.weight", (experts, width)))
-        for expert in range(experts):
-            for name, shape in (("w1", (hidden, width)), ("w2", (width, hidden)), ("w3", (hidden, width))):
-                shapes.append((f"layers.{i}.experts.{expert}.{name}.weight", shape))
-        shapes += [(f"layers.{i}.{name}_layernorm.weight", (width,)) for name in ("input", "post_attention")]
-    return _specs([*shapes, ("norm.weight", (width,)), ("lm_head.weight", (vocabulary, width))])
-
-
 MODELS = {
     "gpt2": gpt2(),
     "gpt2-xl": gpt2(48, 1600),
@@ -71,7 +47,4 @@ MODELS = {
     "llama-7b": llama(32, 4096, 11008),
     "llama3-8b": llama(32, 4096, 14336, vocabulary=128256, kv_width=1024),
     "llama-70b": llama(80, 8192, 28672, kv_width=1024),
-    "vit-base": vit(),
-    "vit-huge": vit(32, 1280, 14, 257),
-    "mixtral-8x7b": mixtral(),
 }

@@ -64,11 +64,6 @@ def test_a_weight_takes_its_whole_run_and_other_planes_one_slot_a_chunk():
     ]
 
 
-def test_a_scalar_takes_the_space_of_one_alignment():
-    made = layout((), (), chunk_numel=128)
-    assert [(place.offset, place.numel) for place in made.slices.values()] == [(0, 1), (ALIGNMENT, 1)]
-
-
 def test_a_tensor_without_elements_has_a_slice_and_no_space():
     made = layout((0, 7), (128,), (0,), (5,))
     assert made.n_chunks == 2
@@ -85,10 +80,6 @@ def test_a_tensor_without_elements_before_a_large_one_does_not_cost_a_chunk():
 def test_a_model_of_nothing_but_empty_tensors_still_has_a_chunk():
     made = layout((0,), (0, 3))
     assert (made.n_chunks, made.model_numel, made.padding) == (1, 0, 1.0)
-
-
-def test_padding_is_the_share_of_chunk_space_without_an_element():
-    assert layout((96,), (128,), chunk_numel=128).padding == 1 - 224 / 256
 
 
 @pytest.mark.parametrize(
@@ -108,22 +99,30 @@ def test_what_cannot_be_laid_out_is_refused(bad, chunk_numel, why):
 
 
 @settings(deadline=None)
-@given(shapes, chunk_sizes)
-def test_every_element_of_every_tensor_has_one_place_of_its_own(shapes, chunk_numel):
-    made = layout(*shapes, chunk_numel=chunk_numel)
+@given(shapes, chunk_sizes, st.none() | st.integers(1, 200))
+def test_every_element_of_every_tensor_and_tile_has_one_place_of_its_own(shapes, chunk_numel, tile_numel):
+    given = [TensorSpec(f"p{i}", shape, tile_numel=tile_numel) for i, shape in enumerate(shapes)]
+    made = build_layout(given, chunk_numel=chunk_numel)
     owner = {}
-    for spec in specs(*shapes):
-        covered = 0
-        for part in made.parts(spec.name):
+    for spec in given:
+        parts, covered = made.parts(spec.name), 0
+        for part in parts:
             assert 0 <= part.start < part.stop <= chunk_numel
             assert part.tensor_start == covered
             for at in range(part.start, part.stop):
-                assert owner.setdefault((part.chunk, at), (spec.name, covered + at - part.start)) == (
-                    spec.name,
-                    covered + at - part.start,
-                )
+                element = (spec.name, covered + at - part.start)
+                assert owner.setdefault((part.chunk, at), element) == element
             covered += part.stop - part.start
+            head, start = made.weight_place(part)
+            run = made.run_of(part.chunk)
+            assert head.chunk == run.head
+            assert spec.name in run.tensors
+            assert head.chunk * chunk_numel + start == part.chunk * chunk_numel + part.start
         assert covered == spec.numel
+        labels = made.leaves(spec.name)
+        assert sum(len(made.parts(label)) for label in labels) == len(parts)
+        assert all(part.tensor_start == 0 for label in labels for part in made.parts(label)[:1])
+        assert all(made.tiles(label)[0].offset % ALIGNMENT == 0 for label in labels)
     seen_from_chunks = {
         (chunk, at): (name, tensor_start + at - start)
         for chunk in range(made.n_chunks)
@@ -132,6 +131,8 @@ def test_every_element_of_every_tensor_has_one_place_of_its_own(shapes, chunk_nu
     }
     assert seen_from_chunks == owner
     assert made.padding == pytest.approx(1 - len(owner) / (made.n_chunks * chunk_numel))
+    spaces = [-(-numel // ALIGNMENT) * ALIGNMENT for spec in given for numel in spec.tiles()]
+    assert made.n_chunks == count_chunks(spaces, chunk_numel=chunk_numel)
 
 
 @settings(deadline=None)
@@ -205,31 +206,3 @@ def test_tiles_are_laid_out_as_tensors_and_their_parts_are_their_tensors():
     assert made.weight_units("b[1]") == (PlaneRef(2, WEIGHT),)
     assert made.slots(PlaneRef(1, WEIGHT)) == 1
     assert "100 b from 100" in str(made)
-
-
-@given(shapes, chunk_sizes, st.integers(1, 200))
-def test_tiles_hold_every_element_in_order_and_share_none(shapes, chunk_numel, tile_numel):
-    tiled = [TensorSpec(f"p{i}", shape, tile_numel=tile_numel) for i, shape in enumerate(shapes)]
-    made = build_layout(tiled, chunk_numel=chunk_numel)
-    taken: set[tuple[int, int]] = set()
-    for spec in tiled:
-        parts = made.parts(spec.name)
-        at = 0
-        for part in parts:
-            assert part.tensor_start == at
-            at += part.stop - part.start
-            head, start = made.weight_place(part)
-            run = made.run_of(part.chunk)
-            assert head.chunk == run.head
-            assert spec.name in run.tensors
-            assert 0 <= start <= run.length * chunk_numel - (part.stop - part.start)
-            places = {(part.chunk, element) for element in range(part.start, part.stop)}
-            assert not places & taken
-            taken |= places
-        assert at == spec.numel
-        labels = made.leaves(spec.name)
-        assert sum(len(made.parts(label)) for label in labels) == len(parts)
-        assert all(part.tensor_start == 0 for label in labels for part in made.parts(label)[:1])
-        assert all(made.tiles(label)[0].offset % ALIGNMENT == 0 for label in labels)
-    spaces = [-(-numel // ALIGNMENT) * ALIGNMENT for spec in tiled for numel in spec.tiles()]
-    assert made.n_chunks == count_chunks(spaces, chunk_numel=chunk_numel)

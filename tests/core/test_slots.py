@@ -8,76 +8,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from patrickstar.core.slots import SlotMap
 
 
-def test_slots_start_cold_and_are_warm_once_given_back():
-    slots = SlotMap(4)
-    assert (slots.in_use, slots.committed) == (0, 0)
-    slot = slots.take()
-    assert (slots.in_use, slots.committed) == (1, 1)
-    slots.give(slot)
-    assert (slots.in_use, slots.committed) == (0, 1)
-
-
-def test_a_slot_that_is_set_apart_is_not_taken_until_it_is_put_back():
-    slots = SlotMap(3)
-    slots.set_apart(0)
-    assert not slots.can_take(3)
-    assert [slots.take(), slots.take()] == [1, 2]
-    with pytest.raises(LookupError):
-        slots.take()
-    slots.put_back(0)
-    assert slots.take() == 0
-
-
-def test_a_warm_slot_is_taken_before_a_cold_one():
-    slots = SlotMap(8)
-    taken = [slots.take() for _ in range(3)]
-    slots.give(taken[1])
-    assert slots.take() == taken[1]
-    assert slots.committed == 3
-
-
-def test_the_slot_given_back_last_is_not_the_next_one_taken():
-    slots = SlotMap(8)
-    first, second = slots.take(), slots.take()
-    slots.give(first)
-    slots.give(second)
-    assert slots.take() == first
-    slots.give(first)
-    assert slots.take() == second
-
-
-def test_the_run_given_back_last_is_not_the_next_one_taken_where_another_is_warm():
-    slots = SlotMap(16)
-    high, low = slots.take(3), slots.take(3)
-    assert (high, low) == (13, 10)
-    slots.give(low, 3)
-    slots.give(high, 3)
-    assert slots.take(3) == low
-    slots.give(low, 3)
-    assert slots.take(3) == high
-
-
 def test_a_run_moves_by_a_slot_where_only_the_one_given_back_last_is_warm_and_a_neighbour():
     slots = SlotMap(4)
     slots.take(4)
     slots.give(0)
     slots.give(1, 3)
     assert slots.take(3) == 0
-
-
-def test_a_run_is_taken_where_most_slots_are_warm():
-    slots = SlotMap(12)
-    slots.take(12)
-    for slot in (0, 1, 2, 3, 10, 11, 5, 6, 7):
-        slots.give(slot)
-    assert slots.trim(3 + 5) == [(0, 4)]  # 5, 6, 7, 10, 11 stay warm; 4, 8, 9 are in use
-    assert slots.take(2) == 10
-    slots.give(8)
-    slots.give(4)
-    slots.give(10, 2)
-    assert slots.trim(8) == []
-    assert slots.take(6) == 3  # one cold slot: 3; 2 to 7 would have two of them
-    assert slots.committed == 9
 
 
 def test_adjacent_slots_are_found_between_slots_in_use():
@@ -108,14 +44,6 @@ def test_trim_gives_back_whole_ranges_those_longest_free_first():
     assert slots.committed == 4
     assert slots.trim(0) == [(0, 1)]
     assert slots.committed == slots.in_use == 3
-
-
-def test_a_slot_that_was_trimmed_can_be_taken_again():
-    slots = SlotMap(2)
-    slots.take(2)
-    slots.give(0, 2)
-    assert slots.trim(0) == [(0, 2)]
-    assert (slots.take(), slots.take()) == (0, 1)
 
 
 @pytest.mark.parametrize(("first", "n"), [(3, 1), (0, 1), (1, 2), (-1, 1), (-2, 2), (2, 0), (9, 2)])

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 from torch import nn
 
 import patrickstar
+from tests.cuda.schedules import Accelerator
 from tests.cuda.twins import batch, mlp
-
-if TYPE_CHECKING:
-    from tests.accelerator.cuda import Accelerator
 
 
 def test_a_device_that_is_not_named_is_the_gpu(accelerator: Accelerator) -> None:

@@ -77,7 +77,6 @@ def test_whoever_comes_next_is_told_and_nothing_hangs(
 
 
 def test_a_checkpoint_of_before_is_whole(accelerator: Accelerator, tmp_path: Path) -> None:
-    accelerator.configure(0.3, 1)
     model, session = begin()
     train(model, session, 2)
     session.save_checkpoint(tmp_path / "saved")

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 
 import patrickstar
-
-if TYPE_CHECKING:
-    from tests.accelerator.cuda import Accelerator
+from tests.cuda.schedules import Accelerator
 
 
 def parameter(device: str, dtype: torch.dtype) -> torch.nn.Parameter:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from patrickstar.errors import BudgetError
+from tests.cuda.schedules import Accelerator
 from tests.cuda.twins import TIGHT, Hungry, batch, hungry_mlp, mlp, twins
-
-if TYPE_CHECKING:
-    from tests.accelerator.cuda import Accelerator
 
 HUNGER = 64 << 20
 
 
 @pytest.fixture
 def accelerator(accelerator: Accelerator) -> Accelerator:
-    """A device with 16 MiB more than what is in use."""
+    """A device with 16 MiB more than what is in use, on which no peak of before hides a new one."""
     gc.collect()
     torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
     in_use = accelerator.driver_bytes() + torch.accelerator.memory_stats()["reserved_bytes.all.current"]
     accelerator.configure(0.3, 1, capacity=in_use + (16 << 20))
     return accelerator

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,19 +17,15 @@ import patrickstar
 from patrickstar.optim.passes import TorchPasses
 from patrickstar.optim.reference import REFERENCE
 from patrickstar.step.overflow import Overflow, OverflowFlag, names_of, overflow_bytes, read
-from tests.cuda.schedules import FEW_SCHEDULES
-from tests.cuda.twins import CHUNK, TIGHT, batch, mlp, step, twins
-
-if TYPE_CHECKING:
-    from tests.accelerator.cuda import Accelerator
+from tests.cuda.schedules import FEW_SCHEDULES, Accelerator
+from tests.cuda.twins import CHUNK, batch, step, twins
 
 PASSES = TorchPasses(REFERENCE)
 ONE_LOOK = 8 * 512  # while it is taken: extremes, whether they are finite, and both
 
 
-@pytest.mark.parametrize("schedule", FEW_SCHEDULES, ids=str)
-def test_the_host_waits_once_for_all_gradients(schedule: tuple[float, int], accelerator: Accelerator) -> None:
-    accelerator.configure(*schedule)
+@pytest.mark.parametrize("accelerator", FEW_SCHEDULES, indirect=True, ids=str)
+def test_the_host_waits_once_for_all_gradients(accelerator: Accelerator) -> None:
     pieces = {
         "fine": torch.ones(8, device="cuda"),
         "late": torch.ones(8, device="cuda"),
@@ -98,9 +93,8 @@ def measured(*, least: int, most: int) -> Iterator[None]:
     assert least <= torch.accelerator.max_memory_allocated() - before <= most
 
 
-@pytest.mark.parametrize("schedule", FEW_SCHEDULES, ids=str)
-def test_looks_on_several_streams_share_nothing(schedule: tuple[float, int], accelerator: Accelerator) -> None:
-    accelerator.configure(*schedule)
+@pytest.mark.parametrize("accelerator", FEW_SCHEDULES, indirect=True, ids=str)
+def test_looks_on_several_streams_share_nothing(accelerator: Accelerator) -> None:
     overflow, streams = Overflow(), [torch.Stream(device="cuda") for _ in range(2)]
     for number in range(6):
         with streams[number % 2]:
@@ -108,7 +102,6 @@ def test_looks_on_several_streams_share_nothing(schedule: tuple[float, int], acc
     for stream in streams:
         torch.accelerator.current_stream().wait_stream(stream)
     assert names_of(overflow.flags()) == ["3"]
-    assert not accelerator.races()
 
 
 def note(overflow: Overflow, name: str, piece: Tensor) -> None:
@@ -118,19 +111,11 @@ def note(overflow: Overflow, name: str, piece: Tensor) -> None:
 
 def test_gradients_that_a_hook_changes_before_the_step_count_as_changed_in_its_norm(accelerator: Accelerator) -> None:
     """The norm is taken before `step()`, to be read with the flags, but where a hook comes between them."""
-    accelerator.configure(0.3, 1)
     weights = []
     for by_hook in (False, True):
-        model = mlp()
-        with patrickstar.manage(
-            model,
-            torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3),
-            device="cuda",
-            device_memory=TIGHT,
-            precision="fp16",
-            max_grad_norm=1e-3,
-            options=patrickstar.Options(chunk_size=CHUNK, poison=True),
-        ) as session:
+        with twins(precision="fp16", max_grad_norm=1e-3) as pair:
+            model, session = pair.model, pair.session
+            session.optimizer.param_groups[0]["eps"] = 1e-3  # with which the size of a gradient matters
             halve = partial(halve_gradients, model)
             if by_hook:
                 session.optimizer.register_step_pre_hook(halve)
@@ -167,24 +152,21 @@ def test_a_step_of_many_gradients_takes_what_was_foreseen(
     accelerator: Accelerator, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In the smallest budget; what allocators give out for each look alone would be more."""
-    accelerator.configure(0.3, 1)
     count, width = 150, 8
 
-    def train(device_memory: int) -> int:
+    def build() -> torch.nn.Module:
         torch.manual_seed(0)
-        model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(count)])
-        with patrickstar.manage(
-            model,
-            torch.optim.AdamW(model.parameters(), lr=1e-3),
-            device="cuda",
-            device_memory=device_memory,
-            precision="fp16",
-            max_grad_norm=1.0,
-            options=patrickstar.Options(chunk_size=CHUNK, poison=True, loss_scale=patrickstar.LossScale(initial=2.0)),
-        ) as session:
+        return torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(count)])
+
+    scale = patrickstar.LossScale(initial=2.0)
+    options = patrickstar.Options(chunk_size=CHUNK, poison=True, loss_scale=scale)
+
+    def train(device_memory: int) -> int:
+        with twins(build, device_memory=device_memory, precision="fp16", max_grad_norm=1.0, options=options) as pair:
+            session = pair.session
             for number in range(3):
                 inputs = torch.randn(4, width, generator=torch.Generator().manual_seed(number)).cuda()
-                step(model, session, inputs)
+                step(pair.model, session, inputs)
             assert session.stats().planned_steps == session.stats().steps == 3
             return session.stats().peak["device"]
 

@@ -12,27 +12,24 @@ import logging
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 import patrickstar
-from tests.cuda.schedules import FEW_SCHEDULES, SCHEDULES
-from tests.parity import managed, oracle
+from patrickstar.optim.choose import choose_kernels
+from patrickstar.session.start import set_up
+from tests.cuda.schedules import FEW_SCHEDULES, SCHEDULES, Accelerator
+from tests.parity import managed
 from tests.parity.compare import differences
 from tests.parity.cover import every, shuffled
+from tests.parity.forecasts import compare
 from tests.parity.limits import PAGE_BYTES, limits_of
 from tests.parity.matrix import DIMENSIONS, PAIRS, WIDE, Row
-from tests.parity.oracle import Record
-from tests.parity.test_parity import LINKS
-from tests.parity.zoo import CASES, STEPS
+from tests.parity.test_parity import FORESEEN, assert_moved, at_once, want
 from tests.sampling import cover
-
-if TYPE_CHECKING:
-    from tests.accelerator.cuda import Accelerator
 
 ROWS = [row for row in (*PAIRS, *WIDE) if row.tier.startswith("emulated")]
 OTHERS = [name for name in DIMENSIONS if name != "model"]
@@ -48,23 +45,8 @@ UNFORESEEN = ("it differentiates a gradient", "was released while it was on its 
 BESIDE = 8 << 20
 
 
-@lru_cache(maxsize=4)
-def want(
-    model: str, checkpointing: str, accumulation: int, clipping: bool, precision: str, tile_rows: int | None
-) -> Record:
-    return oracle.train(
-        CASES[model],
-        checkpointing=checkpointing,
-        accumulation=accumulation,
-        clipping=clipping,
-        precision=precision,
-        tile_rows=tile_rows,
-        device="cuda",
-    )
-
-
 def assert_parity(row: Row, directory: Path, accelerator: Accelerator, schedule: tuple[float, int]) -> None:
-    expected = want(row.model, row.checkpointing, row.accumulation, row.clipping, row.precision, row.tile_rows)
+    expected = want(row, "cuda")
     outcome, told, is_least = run(row, directory, accelerator, schedule)
     unseen = {"gradients"} if row.step == "in_backward" else set()
     if not outcome.record.norms:
@@ -74,12 +56,7 @@ def assert_parity(row: Row, directory: Path, accelerator: Accelerator, schedule:
     assert not accelerator.races()
     assert_within(row, outcome, told)
     assert not [message for message in told if message.startswith("no trace for this forward")], row
-    if row.budget != "fits":
-        still = [link for link in LINKS[row.tier] if not outcome.stats.moved[link]]
-        if expected.skipped:  # moments that one update has written may never be read again
-            still = still if len(still) == len(LINKS[row.tier]) else []
-        assert not still, f"{row} at {outcome.limits}: nothing moved over {still}, which shows nothing"
-    assert outcome.stats.steps == STEPS - expected.skipped
+    assert_moved(row, outcome, expected)
     assert_planned(row, outcome)
     if is_least:
         less = {**outcome.limits, "device": outcome.limits["device"] - PAGE_BYTES}
@@ -167,3 +144,16 @@ def test_no_bit_depends_on_the_schedule(
     row: Row, schedule: tuple[float, int], tmp_path: Path, accelerator: Accelerator
 ) -> None:
     assert_parity(row, tmp_path, accelerator, schedule)
+
+
+PLANNED = [row for row in FORESEEN if row.tier.startswith("emulated")]
+
+
+@pytest.mark.parametrize("row", at_once(PLANNED, cover(PLANNED, every(("step",)))), ids=str)
+def test_a_forecast_is_the_plan_of_a_session(
+    row: Row, tmp_path: Path, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernels that are used here: those of a GPU, which a forecast takes for granted, need other memory."""
+    accelerator.configure(*schedule_of(row))
+    monkeypatch.setattr("patrickstar.session.forecast.set_up", partial(set_up, find_passes=choose_kernels))
+    compare(row, limits_of(row), tmp_path / "disk", device="cuda")

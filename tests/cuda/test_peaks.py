@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +22,10 @@ from patrickstar.optim.passes import TorchPasses
 from patrickstar.optim.reference import REFERENCE
 from patrickstar.testing.inside import manage_inside
 from patrickstar.tracing.live_bytes import LiveBytes
+from tests.cuda.schedules import Accelerator
 from tests.cuda.twins import CHUNK, TIGHT, WIDTH, Hungry, batch, hungry_mlp, mlp, step, twins
 
 MIB = 1 << 20
-
-if TYPE_CHECKING:
-    from tests.accelerator.cuda import Accelerator
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +50,6 @@ class Masked(nn.Module):
 
 
 def test_a_forecast_knows_the_values_of_inputs_on_the_device(accelerator: Accelerator) -> None:
-    accelerator.configure(0.3, 1)
     with twins(Masked) as pair:
         pair.train(2)
         assert pair.session.stats().planned_steps == 2
@@ -77,7 +74,6 @@ def test_bytes_are_counted_in_whole_grains_as_the_allocator_gives_them() -> None
 @pytest.mark.parametrize("rows", [1, 4, 5_000])
 def test_a_forecast_is_what_the_allocator_then_gives_out(rows: int, accelerator: Accelerator) -> None:
     """Also where each activation is smaller than what the allocator gives out, or so large that it leaves them more."""
-    accelerator.configure(0.3, 1)
 
     def deep() -> nn.Module:
         return nn.Sequential(*[part for _ in range(40) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
@@ -102,7 +98,6 @@ def test_large_activations_stay_within_the_smallest_budget_from_the_first_step_o
     accelerator: Accelerator, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of a large block torch leaves them the end, which nothing else shows."""
-    accelerator.configure(0.3, 1)
     with twins(device_memory=4 * MIB) as pair, pytest.raises(BudgetError) as refusal:
         loss_of_many(pair.model, batch())
     enough = refusal.value.smallest_bytes
@@ -133,7 +128,6 @@ def loss_of_large(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def test_what_the_user_takes_of_a_device_counts_as_its_blocks(accelerator: Accelerator) -> None:
-    accelerator.configure(0.3, 1)
     with twins(large_layers, device_memory=40 * MIB) as pair:
         binding, first = pair.session._parts.binding, pair.model[0].weight
         first.grad = torch.ones(LARGE, LARGE, device="cuda")
@@ -147,7 +141,6 @@ def test_what_the_user_takes_of_a_device_counts_as_its_blocks(accelerator: Accel
 
 def test_a_tensor_that_is_put_together_needs_its_block(accelerator: Accelerator) -> None:
     """In a budget that has room for all bytes of two, but not for the ends of both blocks."""
-    accelerator.configure(0.3, 1)
     chunk = 4 * CHUNK
     enough = 2 * cuda_block_bytes(LARGE_BYTES) + chunk
     assert enough - MIB > 2 * LARGE_BYTES + chunk
@@ -181,7 +174,6 @@ def test_an_allocator_that_is_told_to_give_more_is_told_of(
 
 def test_gradients_that_nobody_reads_take_nothing_of_a_device(accelerator: Accelerator) -> None:
     """Programs ask each parameter for its gradient."""
-    accelerator.configure(0.3, 1)
     with twins() as pair:
         pair.model(batch()).square().mean().backward()
         first, *others = pair.model.parameters()
@@ -195,7 +187,6 @@ def test_gradients_that_nobody_reads_take_nothing_of_a_device(accelerator: Accel
 
 def test_a_gradient_of_the_users_is_left_to_the_parameter_when_the_session_is_closed(accelerator: Accelerator) -> None:
     """Where the weights come back, as gradients that lie in chunks are."""
-    accelerator.configure(0.3, 1)
     with twins() as pair:
         first, _, third, *_ = pair.model.parameters()
         first.grad = torch.full((WIDTH, WIDTH), 2.0, device="cuda")
@@ -222,7 +213,6 @@ def test_copies_of_inputs_in_the_type_that_computes_are_foreseen(
     accelerator: Accelerator, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They are the session's, and gone with the forward."""
-    accelerator.configure(0.3, 1)
     with (
         twins(Wide, device_memory=8 * MIB, precision="bf16") as pair,
         caplog.at_level(logging.INFO, logger="patrickstar"),
@@ -300,7 +290,6 @@ def test_a_budget_that_a_step_has_shown_to_be_too_small_is_refused_for_the_next(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Only the step that has taught it is above the budget; the refusal's budget is enough, and a byte less is not."""
-    accelerator.configure(0.3, 1)
     monkeypatch.setattr(Hungry, "nbytes", 1 << 20)
     with twins(hungry_mlp, device_memory=TIGHT) as pair, caplog.at_level(logging.WARNING, logger="patrickstar"):
         pair.train(1, loss_of=loss_after_restart)
@@ -357,7 +346,6 @@ def smallest(build: Callable[[], nn.Module], **arguments: Any) -> int:
 def test_steps_stay_within_the_budget_that_a_refusal_names_whatever_kernels_take_of_the_share(
     step: str, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    accelerator.configure(0.3, 1)
     memory = smallest(hungry_mlp, step=step)
     monkeypatch.setattr(Hungry, "nbytes", TAKEN)
     with (
@@ -379,7 +367,6 @@ def test_the_share_stays_free_where_no_step_has_shown_what_kernels_take(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The allocator's peak of before hides what a kernel takes and gives back; and a forward without its backward is no step."""
-    accelerator.configure(0.3, 1)
     memory = smallest(hungry_mlp)
     monkeypatch.setattr(Hungry, "nbytes", TAKEN)
     with twins(hungry_mlp, device_memory=memory) as pair:
@@ -398,7 +385,6 @@ def test_the_share_stays_free_where_no_step_has_shown_what_kernels_take(
 def test_kernels_that_take_more_than_the_share_are_said_and_refused_where_they_do_not_fit(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    accelerator.configure(0.3, 1)
     memory = smallest(hungry_mlp)
     monkeypatch.setattr(Hungry, "nbytes", memory)
     with twins(hungry_mlp, device_memory=memory) as pair, caplog.at_level(logging.WARNING, logger="patrickstar"):
@@ -412,7 +398,6 @@ def test_kernels_that_take_more_than_the_share_are_said_and_refused_where_they_d
 def test_what_a_budget_has_room_for_is_planned_anew_and_trains_within_it(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accelerator.configure(0.3, 1)
     monkeypatch.setattr(Hungry, "nbytes", 3 * TIGHT)
     with twins(hungry_mlp, device_memory=5 * TIGHT) as pair:
         pair.train(4, loss_of=loss_after_restart)
@@ -425,7 +410,6 @@ def test_a_session_does_not_count_its_neighbours_activations(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither in turns nor in the middle of each other's steps."""
-    accelerator.configure(0.3, 1)
     with twins() as small, twins(hungry_mlp, device_memory=32 << 20) as large:
         for number in range(3):
             small.train(1, first=number)
@@ -450,7 +434,6 @@ def test_a_session_does_not_count_its_neighbours_activations(
 def test_a_session_does_not_count_what_its_user_keeps(
     accelerator: Accelerator, caplog: pytest.LogCaptureFixture
 ) -> None:
-    accelerator.configure(0.3, 1)
     with twins() as pair, caplog.at_level(logging.INFO, logger="patrickstar"):
         kept = []
         for number in range(3):
@@ -464,7 +447,6 @@ def test_a_session_does_not_count_what_its_user_keeps(
 def test_slots_and_activations_stay_within_a_budget_of_whole_granules(accelerator: Accelerator) -> None:
     """As the driver and torch count, at the end of every module and gradient: with chunks that are whole granules, nothing is shared."""
     granule = 2 << 20
-    accelerator.configure(0.3, 1)
     wide = 724  # a weight is a granule, and a little
 
     def build() -> nn.Module:
@@ -509,7 +491,6 @@ def test_slots_and_activations_stay_within_a_budget_of_whole_granules(accelerato
 
 def test_a_norm_has_its_scratch_when_there_is_room_for_it(accelerator: Accelerator) -> None:
     """At a budget that the norm has just room in."""
-    accelerator.configure(0.3, 1)
     wide = 256
     memory = 1 << 20
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,10 +11,8 @@ from torch import Tensor, nn
 
 from patrickstar.checkpoint import rng
 from patrickstar.errors import CheckpointError
+from tests.cuda.schedules import Accelerator
 from tests.cuda.twins import WIDTH, Twins, batch, step, twins
-
-if TYPE_CHECKING:
-    from tests.accelerator.cuda import Accelerator
 
 DEVICE = torch.device("cuda", 0)
 
@@ -32,7 +29,6 @@ def weights_after(pair: Twins, steps: range) -> dict[str, Tensor]:
 
 
 def test_a_resumed_session_draws_what_would_have_come(accelerator: Accelerator, tmp_path: Path) -> None:
-    accelerator.configure(0.3, 1)
     torch.cuda.manual_seed(5)
     with twins(dropping) as pair:
         weights_after(pair, range(2))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 
@@ -11,20 +9,14 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.memory.readiness import Readiness
 from patrickstar.memory.stream_lane import StreamLane
-from tests.cuda.schedules import FEW_SCHEDULES
-
-if TYPE_CHECKING:
-    from tests.accelerator.cuda import Accelerator
+from tests.cuda.schedules import FEW_SCHEDULES, Accelerator, under
 
 CUDA = torch.device("cuda", 0)
 PLACE = (PlaneRef(0, WEIGHT), Tier.DEVICE)
 OTHER = (PlaneRef(1, GRAD), Tier.DEVICE)
 
 
-@pytest.fixture(params=FEW_SCHEDULES, ids=str)
-def accelerator(request: pytest.FixtureRequest, accelerator: Accelerator) -> Accelerator:
-    accelerator.configure(*request.param)
-    return accelerator
+accelerator = under(FEW_SCHEDULES)
 
 
 @pytest.mark.parametrize("writes", [True, False])

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Touch
@@ -18,51 +16,33 @@ from patrickstar.memory.arena import Arena
 from patrickstar.memory.device_space import DeviceSpace
 from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.lanes import Task
-from patrickstar.memory.links import Links, lanes_of
+from patrickstar.memory.links import lanes_of
 from patrickstar.memory.pinned_space import PinnedSpace
 from patrickstar.memory.store import ChunkStore
-from patrickstar.plan.actions import Drop, Issue, Wait, WorkKind
-from patrickstar.plan.residency import Residency
-from patrickstar.plan.snapshot import Snapshot
-from tests.cuda.schedules import SCHEDULES
-
-if TYPE_CHECKING:
-    from tests.accelerator.cuda import Accelerator
+from patrickstar.plan.actions import Drop, Issue, Wait
+from tests.cuda.schedules import SCHEDULES, Accelerator, under
+from tests.memory.stores import SLOT_BYTES, store_of
 
 CUDA = torch.device("cuda", 0)
 D, H, K = Tier.DEVICE, Tier.HOST, Tier.DISK
 ONE, OTHER = PlaneRef(0, "weight"), PlaneRef(1, "weight")
 RUN = PlaneRef(3, "weight")
-SLOT_BYTES = 4096
 NUMEL = SLOT_BYTES // 4
 
 
-@pytest.fixture(params=SCHEDULES, ids=str)
-def accelerator(request: pytest.FixtureRequest, accelerator: Accelerator) -> Accelerator:
-    accelerator.configure(*request.param)
-    return accelerator
+accelerator = under(SCHEDULES)
 
 
 def make_store(
     home: dict[PlaneRef, Tier], *, slots: int = 1, host_slots: int | None = None, disk: DiskPool | None = None
 ) -> ChunkStore:
     """Units of so many chunks, of a slot each, without contents; the device has room for three slots, or for one unit."""
-    state = Residency.of(Snapshot(D, SLOT_BYTES, home, dict.fromkeys(home, slots), newest={}, taken={}))
-    ledger = Ledger()
-    ledger.add(H, slots * SLOT_BYTES * sum(tier is H for tier in home.values()))
-    return ChunkStore(
-        state,
-        arenas={
-            D: Arena(SLOT_BYTES, virtual_slots=3, name="device", make_space=partial(DeviceSpace, device=CUDA)),
-            H: Arena(SLOT_BYTES, virtual_slots=host_slots or 2 * slots, name="host", make_space=PinnedSpace),
-        },
-        disk=disk,
-        links=Links(lanes_of(device=CUDA)),
-        dtype=lambda _: torch.float32,
-        chunks=lambda _: slots,
-        ledger=ledger,
-        device=CUDA,
-    )
+    arenas = {
+        D: Arena(SLOT_BYTES, virtual_slots=3, name="device", make_space=partial(DeviceSpace, device=CUDA)),
+        H: Arena(SLOT_BYTES, virtual_slots=host_slots or 2 * slots, name="host", make_space=PinnedSpace),
+    }
+    make_lane = lanes_of(device=CUDA)
+    return store_of(home, dict.fromkeys(home, slots), arenas=arenas, make_lane=make_lane, disk=disk, device=CUDA)
 
 
 @pytest.fixture
@@ -74,7 +54,7 @@ def store(accelerator: Accelerator) -> ChunkStore:
 @pytest.fixture
 def passing(accelerator: Accelerator, tmp_path: Path) -> ChunkStore:
     """Two units that rest on the disk and come to the device, which has room for both, through a single slot of the host."""
-    pool = DiskPool(tmp_path, units=dict.fromkeys((ONE, OTHER), SLOT_BYTES))
+    pool = DiskPool(tmp_path, units=dict.fromkeys((ONE, OTHER), SLOT_BYTES), budget_bytes=2 * SLOT_BYTES)
     return make_store({ONE: K, OTHER: K}, host_slots=1, disk=pool)
 
 
@@ -96,15 +76,10 @@ def doubling(store: ChunkStore) -> Callable[[int, Tier], Task]:
 
 def use(store: ChunkStore, ref: PlaneRef, *, writes: bool = False) -> torch.Tensor:
     """A unit on the device, ready for the current stream."""
-    store.compute([Touch(ref, writes)])
+    store.works.compute([Touch(ref, writes)])
     if writes:
         store.wrote(ref)
     return store.tensor(ref)
-
-
-def finish(store: ChunkStore, accelerator: Accelerator) -> None:
-    store.close()
-    assert not accelerator.races()
 
 
 def test_a_unit_comes_and_goes_and_nobody_waits(store: ChunkStore, accelerator: Accelerator) -> None:
@@ -122,7 +97,7 @@ def test_a_unit_comes_and_goes_and_nobody_waits(store: ChunkStore, accelerator: 
         use(store, OTHER, writes=True).add_(1)
     assert not accelerator.waits()
     assert [use(store, ref).sum().item() for ref in (ONE, OTHER)] == [6 * 1024, 7 * 1024]
-    finish(store, accelerator)
+    store.close()
 
 
 def test_a_copy_comes_after_the_one_that_brought_its_source(store: ChunkStore, accelerator: Accelerator) -> None:
@@ -132,7 +107,7 @@ def test_a_copy_comes_after_the_one_that_brought_its_source(store: ChunkStore, a
     # Not into the slot that has the first copy behind it.
     store.carry_out([Issue.create(OTHER, D), Issue.copy(ONE, H, D), Wait.copy(ONE, D)])
     assert use(store, ONE).sum().item() == 3 * 1024
-    finish(store, accelerator)
+    store.close()
 
 
 @pytest.mark.parametrize("filled", [False, True])
@@ -149,7 +124,7 @@ def test_a_unit_is_updated_after_what_was_computed_and_used_after_that(
     actions = [Issue.update(0, D), Wait.update(0, D), Issue.copy(ONE, D, H), Wait.copy(ONE, H)]
     store.carry_out(actions, update_work=doubling(store))
     assert store.tensor(ONE, H).sum() == 12 * 1024
-    finish(store, accelerator)
+    store.close()
 
 
 def test_the_host_updates_what_has_come_down_and_it_goes_up_after_that(
@@ -161,7 +136,7 @@ def test_the_host_updates_what_has_come_down_and_it_goes_up_after_that(
     actions = [Issue.update(0, H), Wait.update(0, H), Issue.copy(ONE, H, D), Wait.copy(ONE, D)]
     store.carry_out(actions, update_work=doubling(store))
     assert use(store, ONE).sum().item() == 6 * 1024
-    finish(store, accelerator)
+    store.close()
 
 
 def test_new_contents_are_zeros_whatever_was_there(store: ChunkStore, accelerator: Accelerator) -> None:
@@ -171,7 +146,7 @@ def test_new_contents_are_zeros_whatever_was_there(store: ChunkStore, accelerato
         use(store, ONE, writes=True).fill_(number)
         use(store, ONE).sum()
         store.release(ONE)
-    finish(store, accelerator)
+    store.close()
 
 
 def test_new_contents_at_home_come_after_a_copy_that_still_writes_there(
@@ -182,9 +157,9 @@ def test_new_contents_at_home_come_after_a_copy_that_still_writes_there(
     store.carry_out([Issue.copy(ONE, D, H), Wait.copy(ONE, H)])
     store.release(ONE)
     store.carry_out([Issue.create(ONE, H)])
-    store._under_way[WorkKind.CREATE, ONE, H].ticket.wait()  # by a thread: before anybody else waits for the copy
+    store.works.ticket(Issue.create(ONE, H)).wait()  # by a thread: before anybody else waits for the copy
     assert not store.tensor(ONE, H).any()
-    finish(store, accelerator)
+    store.close()
 
 
 @pytest.mark.parametrize("waited", [0, 1])
@@ -198,7 +173,7 @@ def test_chunks_of_a_run_go_down_after_what_was_computed_and_updated(
     runs.carry_out([Wait.update(2, D)] * waited)
     runs.carry_out([Issue.copy(ONE, D, H, 3), Wait.update(0, D), Wait.update(1, D), Wait.copy(ONE, H)])
     assert runs.tensor(ONE, H).sum() == (6 + 6 + 3 * (1 + waited)) * NUMEL
-    finish(runs, accelerator)
+    runs.close()
 
 
 def test_chunks_of_a_run_come_up_after_kernels_that_still_read_what_was_there(
@@ -215,7 +190,7 @@ def test_chunks_of_a_run_come_up_after_kernels_that_still_read_what_was_there(
     runs.carry_out([Wait.update(0, H), Wait.update(1, H), Wait.copy(ONE, D)])
     assert use(runs, ONE).sum().item() == (6 + 6 + 3) * NUMEL
     assert total.item() == 12 * NUMEL
-    finish(runs, accelerator)
+    runs.close()
 
 
 def test_the_disk_comes_after_the_device_in_both_directions(passing: ChunkStore, accelerator: Accelerator) -> None:
@@ -240,4 +215,4 @@ def test_the_disk_comes_after_the_device_in_both_directions(passing: ChunkStore,
             )
         assert [use(passing, ref).sum().item() for ref in (ONE, OTHER)] == [3 * NUMEL, 4 * NUMEL]
         passing.carry_out([Drop(ONE, D), Drop(OTHER, D)])
-    finish(passing, accelerator)
+    passing.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from patrickstar.errors import DeviceError
 from patrickstar.memory.lanes import CompletedTicket, Ticket
 from patrickstar.memory.stream_lane import StreamLane, StreamTicket
 from patrickstar.memory.thread_lane import ThreadLane
-from tests.cuda.schedules import FEW_SCHEDULES
+from tests.cuda.schedules import FEW_SCHEDULES, Accelerator, under
 from tests.memory.test_lanes import (  # noqa: F401
     test_a_failure_is_that_of_what_comes_after_it_and_of_nothing_else,
     test_a_work_begins_when_all_that_it_comes_after_has_ended,
@@ -23,16 +22,10 @@ from tests.memory.test_lanes import (  # noqa: F401
     test_somebody_is_called_once_when_a_work_has_ended_well_or_not,
 )
 
-if TYPE_CHECKING:
-    from tests.accelerator.cuda import Accelerator
-
 CUDA = torch.device("cuda", 0)
 
 
-@pytest.fixture(params=FEW_SCHEDULES, ids=str)
-def accelerator(request: pytest.FixtureRequest, accelerator: Accelerator) -> Accelerator:
-    accelerator.configure(*request.param)
-    return accelerator
+accelerator = under(FEW_SCHEDULES)
 
 
 @pytest.fixture

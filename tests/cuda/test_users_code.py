@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from tests.cuda.schedules import FEW_SCHEDULES
+from tests.cuda.schedules import FEW_SCHEDULES, Accelerator
 from tests.cuda.twins import TIGHT, batch, twins
 
-if TYPE_CHECKING:
-    from tests.accelerator.cuda import Accelerator
 
-
-@pytest.mark.parametrize("schedule", FEW_SCHEDULES, ids=str)
-def test_torchs_own_clipping_goes_through_gradients_one_by_one(
-    schedule: tuple[float, int], accelerator: Accelerator
-) -> None:
+@pytest.mark.parametrize("accelerator", FEW_SCHEDULES, indirect=True, ids=str)
+def test_torchs_own_clipping_goes_through_gradients_one_by_one(accelerator: Accelerator) -> None:
     """`foreach=False` is its oracle: gradients that lie in chunks are no plain tensors of one device and type."""
-    accelerator.configure(*schedule)
     with twins() as pair:
         for number in range(3):
             norms = []
@@ -34,7 +27,6 @@ def test_torchs_own_clipping_goes_through_gradients_one_by_one(
                 optimizer.zero_grad()
             assert torch.equal(*norms)
         pair.expect_same()
-    assert not accelerator.races()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -48,7 +40,6 @@ def test_a_master_that_is_written_comes_back_whole(precision: str, accelerator: 
         pair.session.write("0.weight", value)
         assert torch.equal(pair.session.state_dict()["0.weight"].cpu(), value)
         assert torch.equal(pair.model[0].weight.detach().cpu(), narrowed(value, precision))
-        assert not accelerator.races()
 
 
 def narrowed(value: torch.Tensor, precision: str) -> torch.Tensor:
@@ -57,9 +48,8 @@ def narrowed(value: torch.Tensor, precision: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("own_streams", [False, True])
-@pytest.mark.parametrize("schedule", FEW_SCHEDULES, ids=str)
-def test_threads_evaluate_at_once(schedule: tuple[float, int], own_streams: bool, accelerator: Accelerator) -> None:
-    accelerator.configure(*schedule)
+@pytest.mark.parametrize("accelerator", FEW_SCHEDULES, indirect=True, ids=str)
+def test_threads_evaluate_at_once(own_streams: bool, accelerator: Accelerator) -> None:
     with twins() as pair:
         pair.train(1)
         with torch.no_grad():
@@ -82,7 +72,6 @@ def test_threads_evaluate_at_once(schedule: tuple[float, int], own_streams: bool
         assert all(torch.equal(found[number], expected) for number, expected in enumerate(want))
         pair.train(2, first=1)
         pair.expect_same()
-    assert not accelerator.races()
 
 
 def test_a_tensor_over_a_slot_that_another_stream_writes_without_waiting_is_reported(accelerator: Accelerator) -> None:

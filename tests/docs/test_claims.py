@@ -92,12 +92,10 @@ def test_classes_that_a_use_meets_are_counted_as_measured() -> None:
     assert f"One use meets {classes} classes with state in {files} files" in ROADMAP
 
 
-def test_violations_list_every_large_file_and_every_class_of_many_methods() -> None:
+def test_violations_list_every_class_of_many_methods() -> None:
     missing = []
     for path in sorted(SOURCE.rglob("*.py")):
-        file, text = path.relative_to(SOURCE).as_posix(), path.read_text()
-        if len(text.splitlines()) > 500 and f"`{file}`" not in line_of(VIOLATIONS, "| One noun a file"):
-            missing.append(file)
+        file = path.relative_to(SOURCE).as_posix()
         names = [name for name in defined_in(path) if "." in name]
         many = [name for name, count in Counter(name.partition(".")[0] for name in names).items() if count > 20]
         missing += [f"{file} {name}" for name in many if f"`{file}` `{name}`" not in VIOLATIONS]

@@ -66,7 +66,8 @@ STAGES = (
 
 
 def main(arguments: list[str]) -> int:
-    ours, _, options = _split(arguments)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    ours, options = arguments[:end], arguments[end + 1 :]
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-tests")
     names = [stage.name for stage in STAGES]
@@ -97,28 +98,11 @@ def main(arguments: list[str]) -> int:
     return max(ended)
 
 
-def _split(arguments: list[str]) -> tuple[list[str], str, list[str]]:
-    if "--" not in arguments:
-        return arguments, "", []
-    at = arguments.index("--")
-    return arguments[:at], "--", arguments[at + 1 :]
-
-
 def run(stage: Stage, options: list[str], out: Path, results: Path) -> int:
     """Runs a stage, and says how it went; gives its exit status."""
     began = time.monotonic()
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "tests.gpu.plugin",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        "-m",
-        stage.marks,
-    ]
+    plugins = ["-p", "tests.gpu.plugin", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *plugins, "-q", "-m", stage.marks]
     # A library that warns on this machine is no failure of ours.
     command += ["-o", "filterwarnings=", "--durations=8", "--tb=short", *options]
     if importlib.util.find_spec("xdist") is not None and stage.processes > 1 and "-n" not in options:

@@ -20,7 +20,7 @@ from patrickstar.memory.device_space import DeviceSpace
 from patrickstar.memory.driver import DeviceAddresses, granule_bytes
 from patrickstar.memory.pinned_space import PinnedSpace
 from patrickstar.memory.stream_lane import StreamLane
-from patrickstar.torch_private import storage_at
+from tests.gpu.test_traps import over
 
 CUDA = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -28,11 +28,6 @@ LATE_S = 0.2
 HIDDEN_S = 0.05  # what returns before this has not waited for what takes LATE_S
 
 device_only = pytest.mark.device_only
-
-
-def floats_at(address: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    nbytes = count * dtype.itemsize
-    return torch.empty(0, dtype=dtype, device=CUDA).set_(storage_at(address, nbytes, CUDA), 0, (count,), (1,))
 
 
 @pytest.fixture
@@ -100,7 +95,7 @@ def test_memory_is_mapped_from_a_thread_that_has_not_used_cuda(addresses: Device
     def use() -> None:
         try:
             addresses.map(0, granule_bytes(0))
-            floats_at(addresses.start, 16).fill_(3)
+            over(addresses.start, 16).fill_(3)
             torch.accelerator.synchronize()
         except BaseException as error:
             failed.append(error)
@@ -109,20 +104,20 @@ def test_memory_is_mapped_from_a_thread_that_has_not_used_cuda(addresses: Device
     thread.start()
     thread.join()
     assert not failed
-    assert floats_at(addresses.start, 16).sum().item() == 48
+    assert over(addresses.start, 16).sum().item() == 48
 
 
 def test_kernels_of_two_streams_use_neighbours_of_what_is_mapped_meanwhile(addresses: DeviceAddresses) -> None:
     granule = granule_bytes(0)
     addresses.map(0, granule)
-    first = floats_at(addresses.start, granule // 4).zero_()
+    first = over(addresses.start, granule // 4).zero_()
     side = torch.Stream(device=CUDA)
     side.wait_stream(torch.accelerator.current_stream())
     for _ in range(50):
         first.add_(1)
     addresses.map(granule, granule)
     with side:
-        second = floats_at(addresses.start + granule, granule // 4).zero_()
+        second = over(addresses.start + granule, granule // 4).zero_()
         for _ in range(50):
             second.add_(2)
     torch.accelerator.synchronize()

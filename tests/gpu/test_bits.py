@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -24,14 +24,12 @@ from patrickstar.optim import reference
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import GlobalNorm
+from tests.cuda.schedules import Accelerator
 from tests.optim.definition import Definition
 from tests.parity import oracle
 from tests.parity.compare import differences
 from tests.parity.oracle import SCALE, WINDOW, Record
 from tests.parity.zoo import Case, micro_seed, one_group, schedule
-
-if TYPE_CHECKING:
-    from tests.accelerator.cuda import Accelerator
 
 CUDA = torch.device("cuda", 0)
 ON_GPU = "tests.gpu.plugin" in sys.modules

@@ -6,17 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import patrickstar
-from tests.cuda.twins import TIGHT, WIDTH, batch, mlp, square, twins
-
-if TYPE_CHECKING:
-    from tests.accelerator.cuda import Accelerator
+from tests.cuda.schedules import Accelerator
+from tests.cuda.twins import TIGHT, batch, mlp, square, twins
 
 MIB = 1 << 20
 device_only = pytest.mark.device_only
@@ -152,26 +150,32 @@ print("trained")
     assert done.stdout == "trained\n", done.stderr[-1500:]
 
 
+def interrupt(*_: object) -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def fail(*_: object) -> None:
+    raise ValueError("as told")
+
+
+@pytest.mark.parametrize(("stop", "error"), [(interrupt, KeyboardInterrupt), (fail, ValueError)])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_interrupt_in_a_step_leaves_a_session_that_trains_on(where: str, accelerator: Accelerator) -> None:
+def test_what_ends_a_step_early_leaves_a_session_that_trains_on(
+    where: str, stop: Callable[..., None], error: type[BaseException], accelerator: Accelerator
+) -> None:
     accelerator.configure(0.3, 1)
 
-    def interrupt(*_: object) -> None:
-        signal.raise_signal(signal.SIGINT)
+    def at_the_third_layer(module: nn.Module, inputs: object, output: Tensor) -> None:
+        if where == "forward":
+            stop()
+        output.register_hook(stop)
 
     with twins(device_memory=TIGHT) as pair:
         pair.train(2)
-        with pytest.raises(KeyboardInterrupt):
-            if where == "forward":
-                handle = pair.model[4].register_forward_hook(interrupt)
-                try:
-                    pair.model(batch(9))
-                finally:
-                    handle.remove()
-            else:
-                out = pair.model(batch(9))
-                out.register_hook(interrupt)
-                out.square().mean().backward()
+        handle = pair.model[4].register_forward_hook(at_the_third_layer)
+        with pytest.raises(error):
+            square(pair.model, batch(9)).backward()
+        handle.remove()
         pair.session.optimizer.zero_grad()
         pair.train(2, first=2)
         pair.expect_same()
@@ -186,47 +190,6 @@ def test_two_sessions_that_take_turns_do_not_disturb_each_other(pins: bool, acce
             second.train(1, first=number)
         first.expect_same()
         second.expect_same()
-
-
-class Failing(torch.autograd.Function):
-    """Raises in backward, where it is told to."""
-
-    fails = False
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
-        if Failing.fails:
-            raise ValueError("as told")
-        return gradient
-
-
-class Layer(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return Failing.apply(super().forward(x))
-
-
-def failing_mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*[Layer(WIDTH, WIDTH) for _ in range(4)])
-
-
-def test_an_error_in_a_backward_leaves_a_session_that_trains_on(
-    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    accelerator.configure(0.3, 1)
-    with twins(failing_mlp) as pair:
-        pair.train(1)
-        monkeypatch.setattr(Failing, "fails", True)
-        with pytest.raises(ValueError, match="as told"):
-            square(pair.model, batch(9)).backward()
-        monkeypatch.setattr(Failing, "fails", False)
-        pair.session.optimizer.zero_grad()
-        pair.train(2, first=1)
-        pair.expect_same()
 
 
 def test_what_cannot_be_is_refused_before_anything_has_changed(accelerator: Accelerator) -> None:

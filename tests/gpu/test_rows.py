@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.cuda.schedules import Accelerator
 from tests.cuda.test_parity import ROWS, assert_parity, schedule_of
 from tests.parity.matrix import Row
 from tests.parity.zoo import CASES
-
-if TYPE_CHECKING:
-    from tests.accelerator.cuda import Accelerator
 
 # In an order that has nothing to do with the matrix's own, so that any number of them is a fair sample.
 ONE_OF_EACH_MODEL = [

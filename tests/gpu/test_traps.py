@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,9 +12,7 @@ from torch import Tensor
 from patrickstar.memory.driver import DeviceAddresses, granule_bytes
 from patrickstar.torch_private import storage_at
 from patrickstar.units import MIB
-
-if TYPE_CHECKING:
-    from tests.accelerator.cuda import Accelerator
+from tests.cuda.schedules import Accelerator
 
 CUDA = torch.device("cuda", 0)
 IS_GPU = hasattr(torch._C, "_cuda_sleep")  # the test device has no kernel that takes its time, and is slow
@@ -94,9 +91,6 @@ def test_an_embedding_and_a_norm_have_the_same_bits_wherever_their_weights_lie(a
     for bias in (None, table[1]):
         want = torch.nn.functional.layer_norm(x, (64,), weight, bias)
         assert torch.equal(want.cpu(), torch.nn.functional.layer_norm(x, (64,), scaled, bias).cpu())
-
-
-# pinned memory
 
 
 # streams, events and threads

@@ -11,7 +11,6 @@ import pytest
 from patrickstar.errors import DeviceError
 from patrickstar.memory.disk import remove_stale_files
 from patrickstar.memory.filesystem import (
-    default_disk_bytes,
     expect_usable,
     free_bytes,
     kept_in_memory,
@@ -103,7 +102,6 @@ def test_free_space_is_the_users_and_known_before_the_directory_is_made(tmp_path
     found = os.statvfs(tmp_path)
     for directory in (tmp_path, tmp_path / "later"):
         assert free_bytes(directory) == pytest.approx(found.f_bavail * found.f_frsize, rel=0.1)
-        assert default_disk_bytes(directory) == pytest.approx(free_bytes(directory) * 0.9, rel=0.1)
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("tmpfs", True), ("ext4", False)])

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from patrickstar.core.machine import Tier
 from patrickstar.errors import DeviceError, StateError
 from patrickstar.memory.lanes import InlineLane, Lane
-from patrickstar.memory.links import Links, lanes_of
+from patrickstar.memory.links import lanes_of
 from patrickstar.memory.thread_lane import PacedLane, StressedLane, ThreadLane
 from patrickstar.memory.workers import Job, Workers
 from patrickstar.testing.manual_lane import ManualLane, RandomLane
@@ -307,7 +307,8 @@ def test_a_paced_lane_takes_the_time_of_its_link_one_transfer_after_another() ->
 
 
 def test_both_directions_of_an_emulated_link_are_under_way_at_once() -> None:
-    links = Links(lanes_of(bytes_per_second=1e9))
+    make = lanes_of(bytes_per_second=1e9)
+    lanes = [make(Tier.DEVICE, Tier.HOST), make(Tier.HOST, Tier.DEVICE)]
     down, up = threading.Event(), threading.Event()
     met = list[bool]()
 
@@ -315,13 +316,11 @@ def test_both_directions_of_an_emulated_link_are_under_way_at_once() -> None:
         mine.set()
         met.append(other.wait(10))  # it comes only if the other direction begins before this one has ended
 
-    tickets = [
-        links.lane(Tier.DEVICE, Tier.HOST).issue(lambda: meet(down, up), nbytes=1),
-        links.lane(Tier.HOST, Tier.DEVICE).issue(lambda: meet(up, down), nbytes=1),
-    ]
+    tickets = [lanes[0].issue(lambda: meet(down, up), nbytes=1), lanes[1].issue(lambda: meet(up, down), nbytes=1)]
     for ticket in tickets:
         ticket.wait()
-    links.close()
+    for lane in lanes:
+        lane.close()
     assert met == [True, True]
 
 
@@ -357,13 +356,14 @@ def test_a_random_lane_takes_no_order_for_granted() -> None:
 
 
 def test_each_direction_of_a_link_has_a_lane_of_its_own() -> None:
-    links = Links(lanes_of(bytes_per_second=1e9, stress_seed=1))
+    make = lanes_of(bytes_per_second=1e9, stress_seed=1)
     pairs = [(Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DEVICE), (Tier.HOST, Tier.DISK), (Tier.HOST, Tier.HOST)]
-    lanes = [links.lane(*pair) for pair in pairs]
-    assert len(set(map(id, lanes))) == 4
-    assert all(links.lane(*pair) is lane for pair, lane in zip(pairs, lanes, strict=True))
+    lanes = [make(*pair) for pair in pairs]
     log = list[int]()
-    late = links.lane(*pairs[0]).issue(lambda: log.append(1), nbytes=1)
-    links.lane(*pairs[2]).issue(lambda: log.append(2), [late])
-    links.close()
+    late = lanes[0].issue(lambda: log.append(1), nbytes=1)
+    lanes[2].issue(lambda: log.append(2), [late])
+    for lane in lanes:
+        lane.drain()
+    for lane in lanes:
+        lane.close()
     assert log == [1, 2]

@@ -6,41 +6,26 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
-from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.lanes import InlineLane, Lane
-from patrickstar.memory.links import Links
 from patrickstar.memory.store import ChunkStore
 from patrickstar.memory.thread_lane import ThreadLane
-from patrickstar.plan.actions import Drop, Issue, Wait, Work
-from patrickstar.plan.residency import InvariantError, Residency
-from patrickstar.plan.snapshot import Snapshot
+from patrickstar.plan.actions import Drop, Issue, Wait
+from patrickstar.plan.residency import InvariantError
 from patrickstar.testing.manual_lane import ManualLane
+from tests.memory.stores import SLOT_BYTES, store_of
 
 D, H = Tier.DEVICE, Tier.HOST
 ONE, OTHER = PlaneRef(0, "weight"), PlaneRef(1, "weight")
-SLOT_BYTES = 4096
 
 
 def store_of_one_slot(make_lane: Callable[[Tier, Tier | None], Lane]) -> ChunkStore:
     """Two units without contents that rest on the host, and room for one of them on the device."""
-    state = Residency.of(Snapshot(D, SLOT_BYTES, {ONE: H, OTHER: H}, {ONE: 1, OTHER: 1}, newest={}, taken={}))
     arenas = {tier: Arena(SLOT_BYTES, virtual_slots=slots, name=tier.label) for tier, slots in ((D, 1), (H, 2))}
-    ledger = Ledger()
-    ledger.add(H, 2 * SLOT_BYTES)
-    return ChunkStore(
-        state,
-        arenas=arenas,
-        disk=None,
-        links=Links(make_lane),
-        dtype=lambda _: torch.float32,
-        chunks=lambda _: 1,
-        ledger=ledger,
-    )
+    return store_of({ONE: H, OTHER: H}, {ONE: 1, OTHER: 1}, arenas=arenas, make_lane=make_lane)
 
 
 def filled(store: ChunkStore, ref: PlaneRef, value: float) -> None:
@@ -78,7 +63,7 @@ def test_slots_that_are_given_back_at_once_have_their_zeros_behind_them() -> Non
     store.carry_out([Issue.create(ONE, D)])
     store.forget(ONE)
     store.carry_out([Drop(ONE, D), Issue.copy(OTHER, H, D), Wait.copy(OTHER, D)])
-    store._links.drain()
+    store.works.drain()
     assert store.tensor(OTHER).eq(5).all()
     store.close()
 
@@ -93,7 +78,7 @@ def test_an_interruption_at_issue_leaves_no_slot_taken() -> None:
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
             store.carry_out([Issue.copy(ONE, H, D)])
-    assert (store.state.slots_used[D], store.committed_slots) == (0, 1)
+    assert (store.state.slots_used[D], store.units.committed_slots) == (0, 1)
     assert not store.state.in_flight
     store.carry_out([Issue.create(OTHER, D)])
     assert store.tensor(OTHER).eq(0).all()
@@ -132,7 +117,7 @@ def test_a_transfer_of_what_an_update_writes_comes_after_it(updates: UpdatesOf) 
     store = updates.store
     store.carry_out([Issue.update(0, D), Issue.copy(ONE, D, H)], update_work=updates.work)
     threading.Timer(0.1, updates.may_begin.set).start()
-    store._under_way[Work.copy(ONE, H)].ticket.wait()
+    store.works.ticket(Issue.copy(ONE, D, H)).wait()
     store.carry_out([Wait.update(0, D), Wait.copy(ONE, H)])
     assert store.tensor(ONE, H).eq(2).all()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
 from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import Tier
@@ -13,16 +12,12 @@ from patrickstar.core.planes import PlaneRef
 from patrickstar.errors import DeviceError
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.lanes import Lane
-from patrickstar.memory.links import Links
-from patrickstar.memory.store import ChunkStore
-from patrickstar.plan.actions import Drop, Issue, Wait, Work
-from patrickstar.plan.residency import Residency
-from patrickstar.plan.snapshot import Snapshot
+from patrickstar.plan.actions import Drop, Issue, Wait
 from patrickstar.testing.manual_lane import ManualLane
+from tests.memory.stores import SLOT_BYTES, store_of
 
 D, H = Tier.DEVICE, Tier.HOST
 CHUNKS = 3
-SLOT_BYTES = 4096
 NUMEL = SLOT_BYTES // 4
 WEIGHT = PlaneRef(0, "weight")
 GRADS = [PlaneRef(chunk, "grad") for chunk in range(CHUNKS)]
@@ -37,16 +32,7 @@ class RunOnHost:
         self.lanes: dict[tuple[Tier, Tier | None], ManualLane] = {}
         self.updated: list[int] = []
         arenas = {tier: Arena(SLOT_BYTES, virtual_slots=4 * CHUNKS, name=tier.label) for tier in (D, H)}
-        self.store = ChunkStore(
-            Residency.of(Snapshot(D, SLOT_BYTES, homes, slots, newest={}, taken={})),
-            arenas=arenas,
-            disk=None,
-            links=Links(self.make_lane),
-            dtype=lambda _: torch.float32,
-            chunks=lambda ref: slots[ref],
-            ledger=Ledger(),
-            poison=True,
-        )
+        self.store = store_of(homes, slots, arenas=arenas, make_lane=self.make_lane, ledger=Ledger(), poison=True)
         for tier, refs in ((D, GRADS), (H, [WEIGHT])):
             for ref in refs:
                 self.store.carry_out([Issue.create(ref, tier, slots[ref])])
@@ -93,7 +79,7 @@ def test_an_update_comes_after_its_gradients_way_there_which_its_wait_ends(run: 
     run.begin()
     assert run.lanes[D, H].pending == CHUNKS
     assert run.updated == []
-    run.store._under_way[Work.update(1, H)].ticket.wait()
+    run.store.works.ticket(Issue.update(1, H)).wait()
     assert run.lanes[D, H].pending == CHUNKS - 1
     run.end()
     assert run.updated == [1, 0, 2]
@@ -119,14 +105,14 @@ def test_the_weight_comes_up_chunk_by_chunk_each_after_its_own_update(run: RunOn
 
 
 def test_what_could_not_come_is_not_updated_and_stays_wanted(run: RunOnHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = run.store._arenas[H]
+    arena = run.store.units.arenas[H]
     copying = arena.copying
 
     def fails() -> None:
         raise DeviceError("the link is gone")
 
     def broken(first: int, n: int, source: Arena, source_first: int) -> Callable[[], None]:
-        return fails if source_first == run.store._at[D][GRADS[1]] else copying(first, n, source, source_first)
+        return fails if source_first == run.store.units._at[D][GRADS[1]] else copying(first, n, source, source_first)
 
     monkeypatch.setattr(arena, "copying", broken)
     run.begin()

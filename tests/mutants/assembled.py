@@ -5,15 +5,13 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import always, drop, replace, returns, without
 
-__all__ = ["ASSEMBLED"]
-
 GRADIENTS = "tests/session/test_assembled.py"
 STATE = "tests/session/test_optimizer_state.py"
 NARROW = "tests/session/test_sixteen_bits.py"
 LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 
 ASSEMBLED: tuple[Mutant, ...] = (
-    Fault("an-assigned-gradient-is-rounded", "step.gradients:InPlane.__enter__").by(
+    Fault("an-assigned-gradient-is-rounded", "step.gradients:in_plane").by(
         drop("make_fit"),
         f"{LINE}[forward backward grad(4)=.3 grad(7)=None read step zero forward backward step zero-bf16-fp32-emulated]",
     ),

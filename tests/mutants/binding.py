@@ -5,11 +5,9 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import assign, drop, never, replace, returns, without
 
-__all__ = ["BINDING"]
-
 SAVED = "tests/parameters/test_saved_tensors.py"
-HANDED_ON = "tests/parameters/test_faults_caught.py"
 REPORTS = "tests/session/test_public_reports.py"
+LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 BY_HAND = "tests/session/test_hand_changes.py::test_a_change_survives_on_its_own"
 
 BINDING: tuple[Mutant, ...] = (
@@ -21,7 +19,8 @@ BINDING: tuple[Mutant, ...] = (
         assign("saved", "None", nth=1), f"{SAVED}::test_gradients_are_those_of_the_weights_that_the_forward_used"
     ),
     Fault("a-saved-slice-is-read-from-the-start-of-its-unit", "parameters.saved:SlotView.over").by(
-        replace("self.offset_bytes // size", "0"), f"{SAVED}::test_inplace_operations_after_a_layer"
+        replace("self.offset_bytes // size", "0"),
+        "tests/parameters/test_parameter_class.py::test_channels_last_parameters_keep_their_strides",
     ),
     Fault("a-saved-view-loses-its-conjugation", "parameters.saved:SlotView.over").by(
         drop("if self.is_conjugated: ..."),
@@ -79,7 +78,7 @@ BINDING: tuple[Mutant, ...] = (
         without("are_saved_tensors_hooks_allowed()"), f"{SAVED}::test_where_hooks_are_forbidden_weights_are_held"
     ),
     Fault("packing-does-not-delegate-to-the-hooks-underneath", "parameters.saved:SavedTensors.around_use.pack").by(
-        never("underneath", nth=3), f"{HANDED_ON}::test_hooks_of_the_users_are_given_what_those_of_plain_pytorch_are"
+        never("underneath", nth=3), f"{SAVED}::test_hooks_of_the_users_are_called_for_weights_too"
     ),
     Fault("no-version-check-of-weights-at-unpacking", "parameters.saved:SavedTensors.unpack").by(
         replace("now != saved.version", "False"),
@@ -97,10 +96,10 @@ BINDING: tuple[Mutant, ...] = (
     ),
     Fault("the-executor-forgets-living-views", "step.executor:Executor._moment").by(
         assign("held", "()"),
-        "tests/session/test_faults_caught.py::test_a_view_that_is_kept_over_steps_keeps_its_weight",
+        f"{LINE}[train hold(2) train(3) held(2) evaluate free train-fp32-emulated]",
     ),
     Fault("operations-on-views-are-not-seen", "parameters.weight_access:WeightAccess.dress").by(
-        drop("__class__"), f"{HANDED_ON}::test_a_view_is_packed_when_an_operation_saves_it_for_its_input"
+        drop("__class__"), f"{SAVED}::test_a_view_is_packed_when_an_operation_saves_it"
     ),
     Fault("a-change-by-hand-does-not-make-dirty", "step.events:Events.changed").by(drop("wrote"), f"{BY_HAND}[add]"),
     Fault("a-change-through-numpy-is-not-noticed", "parameters.escapes:EscapedMemory.check").by(

@@ -5,11 +5,10 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import assign, drop, never, replace, returns, without
 
-__all__ = ["BOUNDS"]
-
 COSTS = "tests/core/test_fixed_costs.py"
 BLOCKS = "tests/session/test_freed_blocks.py"
 BUDGETS = "tests/session/test_budgets.py::test_from_the_floor_on_the_smallest_budget_holds_the_fixed_costs_and_is_named_as_it_is_to_be_given"
+GUESS = "tests/session/test_budgets.py::test_the_budget_that_is_named_before_any_is_tried_fits_and_a_byte_less_does_not"
 
 BOUNDS: tuple[Mutant, ...] = (
     Fault("a-budget-below-the-floor-gives-more-than-the-floor", "core.fixed_costs:FixedCosts.room_bytes").by(
@@ -20,7 +19,7 @@ BOUNDS: tuple[Mutant, ...] = (
         f"{COSTS}::test_a_need_and_what_comes_beside_it_is_the_smallest_budget_that_has_room_for_it",
     ),
     Fault("a-forecast-names-a-budget-without-fixed-costs", "session.smallest:smallest_budgets").by(
-        without("machine.costs.beside(needed)"), BUDGETS
+        without("machine.costs.beside(needed)"), f"{GUESS}[with fixed costs]"
     ),
     Fault("chunks-on-a-device-are-no-whole-granules", "core.chunk_size:search_chunk_numel").by(
         assign("grain", "GRAIN", nth=1), "tests/core/test_chunk_size.py::test_chunks_of_a_device_are_whole_granules"

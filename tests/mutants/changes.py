@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import always, drop, never, replace, returns, without
 
-__all__ = ["CHANGES"]
-
 LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 TESTS = "tests/session/test_forward_changes.py"
 CARRIED = f"{TESTS}::test_a_weight_that_the_forward_changes_has_the_bits_of_plain_pytorch"

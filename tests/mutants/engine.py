@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import always, assign, drop, never, replace, without
 
-__all__ = ["ENGINE"]
-
 READ = "tests/config/engine/test_read.py"
 RUN = "tests/session/test_engine.py"
 TRAIN = "tests/cli/test_configuration.py"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import always, assign, drop, never, replace, returns, without
 
-__all__ = ["HOMES"]
-
 TESTS = "tests/session/test_gradient_homes.py"
 PLACEMENT = "tests/plan/test_placement.py"
 
@@ -40,7 +38,7 @@ HOMES: tuple[Mutant, ...] = (
     ),
     Fault("widening-is-for-gradients-without-homes-too", "step.late_planes:LatePlanes.widen_gradients").by(
         assign("narrow", "gradients"),
-        f"{TESTS}::test_gradients_in_bf16_are_widened_where_they_add_up_and_the_others_have_no_room[emulated-one by one]",
+        f"{TESTS}::test_a_gradient_that_no_optimizer_takes_has_room_in_fp32_and_the_others_have_none[emulated-bf16, one by one]",
     ),
     Fault("gradients-at-home-where-it-computes-count-for-ever", "plan.placement:place_gradients").by(
         replace("ref in kept or not state.is_free(ref)", "True"),
@@ -63,7 +61,7 @@ HOMES: tuple[Mutant, ...] = (
     ),
     Fault("the-smallest-budget-is-that-of-a-first-step", "session.smallest:_most_needed").by(
         without("trained="),
-        "tests/session/test_budgets.py::test_the_smallest_budget_of_the_host_alone_that_a_forecast_names_runs_and_a_byte_less_does_not",
+        "tests/session/test_budgets.py::test_the_budget_that_is_named_before_any_is_tried_fits_and_a_byte_less_does_not[host alone]",
     ),
     Fault(
         "the-smallest-budget-of-a-device-is-told-as-if-the-host-held-everything", "session.smallest:smallest_budgets"

@@ -5,15 +5,13 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import assign, drop, never, replace, returns, without
 
-__all__ = ["MOVING"]
-
 LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 LANES = "tests/session/test_lanes.py::test_no_bit_depends_on_when_works_end"
 INTERRUPTED = (
     "tests/session/test_lanes.py::test_a_forward_or_backward_that_is_interrupted_while_it_waits_can_be_done_again"
 )
-FAULTS = "tests/session/test_faults_caught.py"
-NEAR_THE_BOUND = "tests/session/test_host_bound.py::test_near_the_bound"
+HOST_BOUND = "tests/session/test_host_bound.py"
+NEAR_THE_BOUND = f"{HOST_BOUND}::test_near_the_bound"
 DISK_TIER = "tests/session/test_disk_tier.py"
 TRAINING_ON = f"{DISK_TIER}::test_no_bit_depends_on_the_machine"
 
@@ -32,14 +30,14 @@ MOVING: tuple[Mutant, ...] = (
     Fault("a-fence-is-ignored", "memory.arena:Arena.fences").by(
         returns("[]", nth=2), f"{LANES}[in a random order-emulated]"
     ),
-    Fault("a-unit-is-used-before-its-zeros", "memory.store:ChunkStore._wrapped").by(
+    Fault("a-unit-is-used-before-its-zeros", "memory.works_under_way:WorksUnderWay.wait_for_zeros").by(
         drop("wait"), "tests/memory/test_store.py::test_zeros_are_there_when_a_unit_is_used"
     ),
-    Fault("a-unit-leaves-before-its-zeros", "memory.store:ChunkStore._before_reading").by(
+    Fault("a-unit-leaves-before-its-zeros", "memory.works_under_way:WorksUnderWay._before_reading").by(
         drop("if issue.src is not None: ..."),
         "tests/memory/test_store.py::test_a_unit_that_leaves_at_once_leaves_with_its_zeros",
     ),
-    Fault("slots-are-given-back-before-their-zeros", "memory.store:ChunkStore._give_slots").by(
+    Fault("slots-are-given-back-before-their-zeros", "memory.works_under_way:WorksUnderWay.give_slots").by(
         replace("self._zeros(...)", "[]"),
         "tests/memory/test_store.py::test_slots_that_are_given_back_at_once_have_their_zeros_behind_them",
     ),
@@ -63,13 +61,14 @@ MOVING: tuple[Mutant, ...] = (
         "tests/memory/test_lanes.py::test_a_work_begins_when_all_that_it_comes_after_has_ended[thread]",
     ),
     Fault("a-session-ends-before-its-works", "memory.store:ChunkStore.close").by(
-        drop("close"), "tests/session/test_lanes.py::test_close_ends_what_is_under_way"
+        drop("close", nth=1), "tests/session/test_lanes.py::test_close_ends_what_is_under_way"
     ),
-    Fault("an-interruption-leaves-transfers-under-way", "memory.store:ChunkStore._carry_out_one").by(
+    Fault("an-interruption-leaves-transfers-under-way", "memory.store:ChunkStore._do").by(
         drop("land_all"), f"{INTERRUPTED}[0-1-emulated]"
     ),
     Fault("a-forked-child-is-given-the-slots-of-its-parent", "memory.store:ChunkStore.tensor").by(
-        without("os.getpid() != self._process"), f"{FAULTS}::test_a_forked_child_is_given_no_slot[after its update]"
+        without("os.getpid() != self._process"),
+        "tests/session/test_flights.py::test_a_forked_child_is_given_no_slot[after its update]",
     ),
     Fault("what-wraps-a-slot-outlives-its-tenant", "memory.store:ChunkStore._give").by(
         drop("if tier is self._compute: ..."), f"{TRAINING_ON}[emulated-next-use-deferred]"
@@ -78,48 +77,48 @@ MOVING: tuple[Mutant, ...] = (
         drop("_peak"),
         "tests/session/test_budgets.py::test_activations_that_come_and_go_between_two_moves_are_part_of_the_peak",
     ),
-    Fault("a-profile-does-not-show-what-moves", "memory.store:ChunkStore._carry_out_one").by(
+    Fault("a-profile-does-not-show-what-moves", "memory.store:ChunkStore._do").by(
         never("is_profiled"),
         "tests/session/test_stats.py::test_every_action_is_shown_by_its_text_where_a_profiler_looks_on",
     ),
     # The fifth transfer over the link, and no other.
-    Fault("one-write-back-to-the-host-is-skipped", "memory.store:ChunkStore._task").by(
+    Fault("one-write-back-to-the-host-is-skipped", "memory.unit_bytes:UnitBytes.moving").by(
         replace(
             "arena.copying(...)",
             (
                 "(lambda: None) if src is self._compute and self.ledger.moved('D>H') == 4 * slots * "
-                "self._arenas[self._compute].slot_bytes else _"
+                "self.arenas[self._compute].slot_bytes else _"
             ),
         ),
         f"{TRAINING_ON}[emulated-next-use-deferred]",
     ),
-    Fault("one-write-back-to-the-disk-is-skipped", "memory.store:ChunkStore._task").by(
+    Fault("one-write-back-to-the-disk-is-skipped", "memory.unit_bytes:UnitBytes.moving").by(
         replace(
             "self._pool().writing(...)",
-            ("(lambda: None) if self.ledger.moved('H>K') == 4 * slots * self._arenas[self._compute].slot_bytes else _"),
+            ("(lambda: None) if self.ledger.moved('H>K') == 4 * slots * self.arenas[self._compute].slot_bytes else _"),
         ),
         f"{TRAINING_ON}[cpu+disk-next-use-deferred]",
     ),
-    Fault("first-contents-are-what-the-slot-held-before", "memory.store:ChunkStore._task").by(
-        replace("arena.filling(...)", "_nothing"), f"{TRAINING_ON}[cpu+disk-next-use-deferred]"
+    Fault("first-contents-are-what-the-slot-held-before", "memory.unit_bytes:UnitBytes.moving").by(
+        replace("arena.filling(...)", "(lambda: None)"), f"{TRAINING_ON}[cpu+disk-next-use-deferred]"
     ),
     Fault("what-a-moment-writes-is-not-marked", "step.executor:Executor._moment").by(
         never("writes"),
         f"{LINE}[forward backward grad(0) forward backward grad(0) step-fp32-emulated]",
     ),
     Fault("a-failed-transfer-is-not-undone", "memory.store:ChunkStore._land").by(
-        replace("with InterruptionsPutOff(): ...", "self._note([issue]); pass"),
+        replace("with interruptions_put_off(): ...", "self._note([issue]); pass"),
         "tests/session/test_flights.py::test_a_transfer_that_fails_moments_later_names_what_issued_it_and_can_be_done_again",
     ),
     Fault("the-budget-is-off-by-one-slot-where-there-is-no-plan", "plan.pilot:Pilot._room_for").by(
         assign("capacity_slots", "_ + 1", nth=1),
         "tests/session/test_budgets.py::test_the_budget_is_never_exceeded_on_the_emulated_device",
     ),
-    Fault("pages-of-free-slots-stay-while-others-are-taken", "memory.store:ChunkStore._take").by(
-        assign("limit", "None"), f"{FAULTS}::test_no_more_slots_hold_pages_than_the_budget_has_room_for"
+    Fault("pages-of-free-slots-stay-while-others-are-taken", "memory.unit_bytes:UnitBytes.take").by(
+        assign("limit", "None"), f"{HOST_BOUND}::test_no_more_slots_hold_pages_than_the_budget_has_room_for"
     ),
     Fault("pages-of-slots-that-activations-need-stay", "step.room:Room.make").by(
-        drop("trim"), f"{FAULTS}::test_no_more_slots_hold_pages_than_the_budget_has_room_for"
+        drop("trim"), f"{HOST_BOUND}::test_no_more_slots_hold_pages_than_the_budget_has_room_for"
     ),
     Fault("trimmed-pages-are-not-given-back", "memory.arena:Arena.trim").by(
         never("_space"), "tests/memory/test_arena.py::test_trim_gives_the_pages_of_free_slots_back_at_once"
@@ -139,7 +138,7 @@ MOVING: tuple[Mutant, ...] = (
     Fault("a-plan-is-followed-after-one-of-its-transfers-has-failed", "step.room:Room.carry_out").by(
         drop("depart"), "tests/session/test_flights.py::test_a_forward_goes_on_where_one_of_its_transfers_has_failed"
     ),
-    Fault("pages-that-come-with-a-transfer-do-not-count", "memory.store:ChunkStore._coming").by(
+    Fault("pages-that-come-with-a-transfer-do-not-count", "memory.works_under_way:WorksUnderWay._coming").by(
         returns("[]"),
         "tests/session/test_flights.py::test_slots_whose_pages_come_with_a_transfer_count_until_it_has_ended",
     ),

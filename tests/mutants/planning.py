@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import assign, drop, never, replace, returns, without
 
-__all__ = ["PLANNING"]
-
 RESIDENCY = "tests/plan/test_residency.py"
 ROOM_TESTS = "tests/plan/test_make_room.py"
 MAKE = "tests/plan/test_make.py"
@@ -49,7 +47,7 @@ PLANNING: tuple[Mutant, ...] = (
     ),
     Fault("steps-never-come-to-repeat-each-other", "plan.planner:make").by(
         assign("repeats", "must_repeat(0, trace=trace, following=after)"),
-        "tests/session/test_repeated_steps.py::test_backwards_that_update_come_to_repeat_themselves",
+        "tests/session/test_simulation.py::test_backwards_that_update_come_to_repeat_themselves",
     ),
     Fault("the-last-valid-copy-is-dropped", "plan.staging:Staging.evict").by(
         drop("if state.is_dirty(ref, compute): ..."),

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import always, assign, drop, replace
 
-__all__ = ["SIXTEEN_BITS"]
-
 LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 SIXTEEN = "tests/session/test_sixteen_bits.py"
 SCALING = "tests/session/test_loss_scaling.py"

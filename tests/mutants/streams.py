@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import always, assign, drop, never, replace, returns, without
 
-__all__ = ["STREAMS"]
-
 HERE = "tests/cuda/test_streams.py"
 TRAINING = tuple(
     f"{HERE}::test_training_in_less_memory_has_the_bits_of_plain_pytorch[{schedule}-{way}]"
@@ -39,27 +37,29 @@ STREAMS: tuple[Mutant, ...] = (
     Fault("a-stream-takes-what-another-has-waited-for", "memory.readiness:Readiness.compute").by(
         replace("number not in self._seen.setdefault(...)", "not self._seen.setdefault(place, set())"), *SIDE
     ),
-    Fault("a-slot-is-given-back-before-its-kernels-are-done", "memory.store:ChunkStore._give_slots").by(
+    Fault("a-slot-is-given-back-before-its-kernels-are-done", "memory.works_under_way:WorksUnderWay.give_slots").by(
         drop("if tier is self._compute: ..."), *TRAINING
     ),
-    Fault("a-slot-is-given-back-before-its-copies-are-done", "memory.store:ChunkStore._give_slots").by(
+    Fault("a-slot-is-given-back-before-its-copies-are-done", "memory.works_under_way:WorksUnderWay.give_slots").by(
         drop("before", nth=2), *TRAINING
     ),
-    Fault("a-copy-out-does-not-wait-for-what-is-computed", "memory.store:ChunkStore._before_reading").by(
+    Fault("a-copy-out-does-not-wait-for-what-is-computed", "memory.works_under_way:WorksUnderWay._before_reading").by(
         drop("if tier is self._compute: ..."), *TRAINING
     ),
-    Fault("a-copy-does-not-wait-for-what-brought-its-source", "memory.store:ChunkStore._before_reading").by(
+    Fault(
+        "a-copy-does-not-wait-for-what-brought-its-source", "memory.works_under_way:WorksUnderWay._before_reading"
+    ).by(
         drop("before", nth=3),
         f"{STORE}::test_a_copy_comes_after_the_one_that_brought_its_source[(0.0, 0)]",
     ),
-    Fault("an-update-does-not-wait-for-the-gradient", "memory.store:ChunkStore._before_writing").by(
+    Fault("an-update-does-not-wait-for-the-gradient", "memory.works_under_way:WorksUnderWay._before_writing").by(
         drop("if tier is self._compute and not takes: ..."),
         f"{STORE}::test_a_unit_is_updated_after_what_was_computed_and_used_after_that[(0.0, 0)-True]",
     ),
-    Fault("an-update-does-not-wait-for-what-brought-its-units", "memory.store:ChunkStore._before_writing").by(
-        drop("before", nth=3), *TRAINING
-    ),
-    Fault("nobody-waits-for-an-update-on-the-device", "memory.store:ChunkStore._note_places").by(
+    Fault(
+        "an-update-does-not-wait-for-what-brought-its-units", "memory.works_under_way:WorksUnderWay._before_writing"
+    ).by(drop("before", nth=3), *TRAINING),
+    Fault("nobody-waits-for-an-update-on-the-device", "memory.works_under_way:WorksUnderWay._note_places").by(
         replace("writes(...)", "(() if kind is WorkKind.UPDATE else _)"),
         f"{STORE}::test_a_unit_is_updated_after_what_was_computed_and_used_after_that[(0.0, 0)-False]",
     ),
@@ -75,7 +75,7 @@ STREAMS: tuple[Mutant, ...] = (
         drop("for ticket in self._read.pop(place, ()): ..."),
         "tests/cuda/test_readiness.py::test_a_kernel_that_writes_waits_for_copies_that_read[(0.0, 0)-True]",
     ),
-    Fault("a-filling-is-not-waited-for", "memory.store:ChunkStore._note_places").by(
+    Fault("a-filling-is-not-waited-for", "memory.works_under_way:WorksUnderWay._note_places").by(
         replace("writes(...)", "(() if kind is WorkKind.CREATE else _)"), *TRAINING
     ),
     Fault("works-of-streams-wait-for-nothing", "memory.stream_lane:StreamLane._queue").by(
@@ -88,7 +88,7 @@ STREAMS: tuple[Mutant, ...] = (
         drop("with suppress(Exception): ..."),
         "tests/cuda/test_spaces.py::test_trimming_waits_for_what_is_under_way[(0.0, 0)]",
     ),
-    Fault("a-session-ends-before-what-computes-with-its-slots", "memory.store:ChunkStore.close").by(
+    Fault("a-session-ends-before-what-computes-with-its-slots", "memory.works_under_way:WorksUnderWay.close").by(
         drop("for ticket in self._readiness.computed(): ..."),
         f"{HERE}::test_a_session_that_is_closed_waits_for_what_uses_its_slots[(0.0, 0)]",
     ),
@@ -126,8 +126,8 @@ STREAMS: tuple[Mutant, ...] = (
         always("planner.keeps"),
         "tests/cuda/test_waits.py::test_a_step_never_waits_for_the_device[in_backward-60-(0.0, 0)]",
     ),
-    Fault("the-host-squares-gradients-of-a-device", "step.stretches:Stretches.begin_norm").by(
-        without("self._budgets.stream_device is None"),
+    Fault("the-host-squares-gradients-of-a-device", "plan.planner:Planner.read_where_it_is").by(
+        without("self.keeps"),
         "tests/cuda/test_waits.py::test_a_step_that_needs_a_number_waits_for_that_alone[fp32-(0.0, 0)]",
     ),
     Fault("what-a-device-has-given-out-is-not-learned", "step.room:DeviceRoom.end").by(
@@ -195,9 +195,7 @@ STREAMS: tuple[Mutant, ...] = (
         f"{PEAKS}::test_copies_of_inputs_in_the_type_that_computes_are_foreseen",
     ),
     Fault("copies-of-inputs-are-made-before-the-stretch-begins", "step.events:Events.before_forward").by(
-        replace(
-            "self._to.stretches.begin_forward(...)", "args, kwargs = cast_inputs((args, kwargs), self._compute); _"
-        ),
+        replace("self.to.stretches.begin_forward(...)", "args, kwargs = cast_inputs((args, kwargs), self.compute); _"),
         f"{PEAKS}::test_copies_of_inputs_in_the_type_that_computes_are_foreseen",
     ),
     Fault("values-of-inputs-on-a-device-are-unknown", "tracing.offline:_on_cpu").by(
@@ -210,14 +208,18 @@ STREAMS: tuple[Mutant, ...] = (
         never("_OUT_OF_MEMORY", nth=1),
         "tests/cuda/test_waits.py::test_memory_that_torch_keeps_and_does_not_use_is_taken_back",
     ),
-    Fault("a-step-is-not-told-of-memory-that-is-missing", "step.out_of_memory:OutOfMemory.out_of_memory").by(
+    Fault("a-step-is-not-told-of-memory-that-is-missing", "step.out_of_memory:OutOfMemory.__call__").by(
         replace("stretch.is_over", "True"),
         "tests/cuda/test_out_of_memory.py::test_a_step_without_memory_names_the_moment_and_who_has_what[backward]",
+    ),
+    Fault("what-comes-after-a-failed-step-counts-as-its-own", "step.room:DeviceRoom.pause_meter").by(
+        drop("self._counts, self._now = False, 0"),
+        "tests/cuda/test_out_of_memory.py::test_a_step_without_memory_names_the_moment_and_who_has_what[forward]",
     ),
     Fault("memory-that-was-missing-is-forgotten", "step.room:DeviceRoom.leave_room").by(
         drop("rise"), "tests/cuda/test_out_of_memory.py::test_the_next_step_leaves_the_room_that_was_missing"
     ),
-    Fault("whoever-has-a-session-is-told-of-missing-memory", "step.out_of_memory:OutOfMemory.out_of_memory").by(
+    Fault("whoever-has-a-session-is-told-of-missing-memory", "step.out_of_memory:OutOfMemory.__call__").by(
         never("kind"),
         "tests/cuda/test_out_of_memory.py::test_memory_that_is_missing_outside_of_a_step_is_torchs_own_error",
     ),
@@ -269,35 +271,40 @@ STREAMS: tuple[Mutant, ...] = (
         drop("_take_last_error"),
         "tests/cuda/test_spaces.py::test_a_refusal_to_pin_leaves_no_error_to_the_next_kernel[(0.0, 0)]",
     ),
-    Fault("memory-of-a-closed-session-goes-while-it-is-used", "memory.device_space:_close_later").by(
+    Fault("memory-of-a-closed-session-goes-while-it-is-used", "memory.device_space:_close_after").by(
         drop("synchronize"),
         "tests/cuda/test_spaces.py::test_memory_of_a_closed_arena_stays_until_what_is_queued_has_used_it[(0.0, 0)]",
     ),
-    Fault("chunks-of-a-run-come-where-something-is-still-used", "memory.store:ChunkStore._begin_by_chunk").by(
+    Fault(
+        "chunks-of-a-run-come-where-something-is-still-used", "memory.works_under_way:WorksUnderWay._begin_by_chunk"
+    ).by(
         replace("[*before, *after]", "after"),
         f"{STORE}::test_chunks_of_a_run_come_up_after_kernels_that_still_read_what_was_there[(0.0, 0)]",
     ),
-    Fault("an-update-that-has-been-queued-counts-as-done", "memory.store:ChunkStore._begin_by_chunk").by(
+    Fault("an-update-that-has-been-queued-counts-as-done", "memory.works_under_way:WorksUnderWay._begin_by_chunk").by(
         assign("after", "[] if update is None else [update.ticket]", nth=1),
         f"{STORE}::test_chunks_of_a_run_go_down_after_what_was_computed_and_updated[(0.0, 0)-1]",
     ),
-    Fault("contents-are-made-before-a-copy-has-written-what-was-there", "memory.store:ChunkStore._before_writing").by(
-        never("is_needed"),
+    Fault(
+        "contents-are-made-before-a-copy-has-written-what-was-there",
+        "memory.works_under_way:WorksUnderWay._before_writing",
+    ).by(
+        never("is_queued"),
         f"{STORE}::test_new_contents_at_home_come_after_a_copy_that_still_writes_there[(0.0, 0)]",
     ),
-    Fault("a-copy-comes-where-something-is-still-used", "memory.store:ChunkStore._begin").by(
+    Fault("a-copy-comes-where-something-is-still-used", "memory.works_under_way:WorksUnderWay.begin").by(
         assign("before", "[]"), *TRAINING
     ),
     # Where the device is at once done, bits are right, and only the checker knows.
-    Fault("a-file-is-read-where-a-copy-still-reads", "memory.store:ChunkStore._begin").by(
+    Fault("a-file-is-read-where-a-copy-still-reads", "memory.works_under_way:WorksUnderWay.begin").by(
         assign("before", "[] if src is Tier.DISK else _"),
         f"{STORE}::test_the_disk_comes_after_the_device_in_both_directions",
     ),
-    Fault("a-file-is-written-before-its-bytes-have-come", "memory.store:ChunkStore._begin").by(
+    Fault("a-file-is-written-before-its-bytes-have-come", "memory.works_under_way:WorksUnderWay.begin").by(
         replace("self._before_reading(...)", "([] if tier is Tier.DISK else _)"),
         f"{STORE}::test_the_disk_comes_after_the_device_in_both_directions[(1.0, 0)]",
     ),
-    Fault("nobody-waits-for-a-copy-on-the-device", "memory.store:ChunkStore._note_places").by(
+    Fault("nobody-waits-for-a-copy-on-the-device", "memory.works_under_way:WorksUnderWay._note_places").by(
         drop("written"), *TRAINING
     ),
     Fault("a-stream-that-has-waited-once-waits-no-more", "memory.readiness:Readiness.written").by(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import assign, drop, never, replace, returns, without
 
-__all__ = ["TILES"]
-
 TESTS = "tests/session/test_tiles.py"
 LINE = "tests/session/test_scripts.py::test_so_it_does_in_tiles"
 OWN = "grad(2)=1 2[forward backward grad(2)] grad(4)=None step zero train"

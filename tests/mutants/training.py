@@ -7,9 +7,9 @@ from tests.mutants.operators import assign, drop, never, replace, without
 
 __all__ = ["TRAINING"]
 
-FAULTS = "tests/session/test_faults_caught.py"
 LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 GRADIENTS = "tests/session/test_gradients.py"
+HOMES = "tests/session/test_gradient_homes.py"
 CHECKPOINTS = "tests/session/test_checkpoints.py"
 TRAINING_ON = "tests/session/test_disk_tier.py::test_no_bit_depends_on_the_machine"
 RESUME = f"{CHECKPOINTS}::test_stopping_and_resuming_gives_the_bits_of_not_stopping"
@@ -43,7 +43,7 @@ TRAINING: tuple[Mutant, ...] = (
         replace("True", "plane != EXP_AVG_SQ", nth=2), f"{TRAINING_ON}[cpu+disk-next-use-deferred]"
     ),
     Fault("a-first-gradient-is-added-to-zeros", "optim.passes:TorchPasses.put").by(
-        replace("target.copy_", "target.zero_().add_"), f"{FAULTS}::test_a_gradient_of_negative_zero_stays_negative"
+        replace("target.copy_", "target.zero_().add_"), f"{GRADIENTS}::test_a_gradient_of_negative_zero_stays_negative"
     ),
     Fault("a-second-gradient-takes-the-place-of-the-first", "optim.passes:TorchPasses.put").by(
         replace("target.add_", "target.copy_"),
@@ -107,7 +107,8 @@ TRAINING: tuple[Mutant, ...] = (
         "tests/session/test_hand_changes.py::test_a_step_between_forward_and_backward_is_an_error[two_layers]",
     ),
     Fault("in-backward-updates-at-once-what-is-recomputed", "plan.touches:Touches.comes_whole").by(
-        never("uses"), f"{FAULTS}::test_an_update_in_backward_waits_for_the_last_recomputation[with a head]"
+        never("uses"),
+        f"{HOMES}::test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough[cpu+disk-three-fp32]",
     ),
     Fault("a-trial-run-draws-random-numbers", "tracing.side_effects:_random_states_kept").by(
         replace("random.setstate(python)", "random.random()"),

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import always, assign, drop, never, replace, returns, without
 
-__all__ = ["UPDATES"]
-
 LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 PENDING = "tests/session/test_pending_steps.py"
 WEAVE = "tests/plan/test_weave.py"
@@ -47,7 +45,7 @@ UPDATES: tuple[Mutant, ...] = (
     Fault("a-wait-for-an-update-that-is-left-out-is-not-noticed", "plan.check:_tell").by(
         drop("end"), f"{WEAVE}::test_an_update_that_nobody_waits_for_is_noticed_at_the_end"
     ),
-    Fault("a-unit-leaves-before-its-update-is-over", "memory.store:ChunkStore._before_reading").by(
+    Fault("a-unit-leaves-before-its-update-is-over", "memory.works_under_way:WorksUnderWay._before_reading").by(
         replace("residency.before_it(...)", "[]"), f"{STORE}::test_a_transfer_of_what_an_update_writes_comes_after_it"
     ),
     Fault("bytes-are-given-out-while-they-are-updated", "memory.store:ChunkStore.tensor").by(
@@ -109,11 +107,11 @@ UPDATES: tuple[Mutant, ...] = (
     Fault("a-forward-that-was-interrupted-is-still-under-way", "step.events:Events.before_forward").by(
         never("_caller"), f"{LANES}::test_after_an_interruption_steps_are_planned_again"
     ),
-    Fault("an-update-does-not-wait-for-its-gradient", "memory.store:ChunkStore._begin").by(
+    Fault("an-update-does-not-wait-for-its-gradient", "memory.works_under_way:WorksUnderWay.begin").by(
         without("*self._before_reading(...)"),
         f"{RUN}::test_an_update_comes_after_its_gradients_way_there_which_its_wait_ends",
     ),
-    Fault("a-chunk-of-a-run-comes-up-before-its-update", "memory.store:ChunkStore._begin_by_chunk").by(
+    Fault("a-chunk-of-a-run-comes-up-before-its-update", "memory.works_under_way:WorksUnderWay._begin_by_chunk").by(
         without("number", nth=3), f"{RUN}::test_the_weight_comes_up_chunk_by_chunk_each_after_its_own_update"
     ),
     Fault("a-gradient-is-let-go-of-though-its-update-could-not-be-done", "memory.store:ChunkStore._land").by(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import assign, drop, never, replace, returns, without
 
-__all__ = ["WHOLE_CHUNKS"]
-
 PLAN = "tests/plan/test_whole_chunks.py"
 SESSION = "tests/session/test_whole_updates.py"
 FORECAST = "tests/session/test_gradient_homes.py"
@@ -20,11 +18,11 @@ WHOLE_CHUNKS: tuple[Mutant, ...] = (
         drop("if room < 0: ..."),
         f"{ON_HOST}::test_a_backward_updates_as_many_chunks_on_the_host_as_that_has_room_for_gradients",
     ),
-    Fault("a-place-on-the-host-is-kept-when-its-gradient-is-gone", "memory.store:ChunkStore._leave_home").by(
+    Fault("a-place-on-the-host-is-kept-when-its-gradient-is-gone", "memory.unit_bytes:UnitBytes.leave_home").by(
         drop("remove"), f"{ON_HOST}::test_a_backward_updates_as_many_chunks_on_the_host_as_that_has_room_for_gradients"
     ),
     Fault("what-waits-for-its-update-has-the-room-of-what-must-be-kept", "step.late_planes:LatePlanes.reserve_for").by(
-        never("_open"), f"{FORECAST}::test_a_gradient_that_must_wait_although_its_trace_had_not_shown_it_gets_room"
+        never("passing"), f"{FORECAST}::test_a_gradient_that_must_wait_although_its_trace_had_not_shown_it_gets_room"
     ),
     Fault("a-chunk-is-updated-with-its-first-gradient", "plan.whole_chunks:update_whole_chunks").by(
         replace("-1", "0", nth=4), f"{PLAN}::test_a_chunk_is_updated_after_its_last_gradient"

@@ -67,18 +67,6 @@ def different(got, want):
     return int((differ & ~(got.isnan() & want.isnan())).sum())
 
 
-def random_planes(numel, *, seed=0, offset=0):
-    """(weight, grad, exp_avg, exp_avg_sq) over nine decades, each `offset` elements into its memory."""
-    generator = torch.Generator().manual_seed(seed)
-    planes = []
-    for _ in range(4):
-        plane = torch.randn(numel + offset, generator=generator)
-        plane.mul_(10.0 ** (torch.rand(numel + offset, generator=generator) * 9 - 6))
-        planes.append(plane[offset:])
-    planes[3].abs_()
-    return planes
-
-
 def special_planes():
     """Every special number as gradient with every other as moment, over all special weights."""
     grads, moments = zip(*itertools.product(SPECIAL, repeat=2), strict=True)

@@ -115,14 +115,15 @@ ON_AVX2 = """
 import torch
 from patrickstar.optim.choose import choose_kernel
 from patrickstar.optim.hyper import Hyper
-from tests.optim.oracle import different, random_planes, special_planes, update
+from tests.optim.oracle import different, special_planes, update
+from tests.optim.planes import planes_of
 
 torch.set_num_threads(1)
 assert torch.backends.cpu.get_cpu_capability() == "AVX2"
 for decoupled in (True, False):
     for beta1 in (0.9, 0.25):
         hyper = dict(lr=1e-3, beta1=beta1, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=decoupled)
-        for planes in (random_planes(331), special_planes()):
+        for planes in (planes_of(331, special=False), special_planes()):
             want = update(planes, step=3, **hyper)
             choose_kernel().update(*planes, step=3, hyper=Hyper(**hyper))
             differ = [different(*pair) for pair in zip((planes[0], planes[2], planes[3]), want)]
@@ -136,12 +137,6 @@ print("as it should be")
 def test_torch_is_the_definition_with_other_instructions_or_nothing_changes(capability, script, pytestconfig):
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
     environment.pop("PATRICKSTAR_ISA", None)
-    run = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment,
-        cwd=pytestconfig.rootpath,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    options = {"env": environment, "cwd": pytestconfig.rootpath, "capture_output": True, "text": True}
+    run = subprocess.run([sys.executable, "-c", script], check=False, **options)
     assert run.stdout.strip() == "as it should be", run.stderr

@@ -4,14 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from patrickstar.config.settings import OptimizerSettings, Schedule
+from patrickstar.config.settings import OptimizerSettings
 from patrickstar.optim.configured import Scheduler, build_optimizer
-from patrickstar.optim.schedules import rates_of
-
-
-def scheduled(name, **given):
-    return rates_of(Schedule(name, given))
-
+from tests.optim.test_schedules import scheduled
 
 CYCLE = scheduled(
     "OneCycle", cycle_min_lr=1.0, cycle_max_lr=3.0, cycle_first_step_size=2, cycle_min_mom=0.5, cycle_max_mom=0.75
@@ -32,12 +27,6 @@ def go(stepped, scheduler, steps):
         stepped.step()
         scheduler.step()
     return found
-
-
-def test_groups_have_the_rates_of_the_schedule_before_each_step():
-    stepped = optimizer(0.5)
-    schedule = scheduled("WarmupLR", warmup_num_steps=2, warmup_type="linear")
-    assert go(stepped, Scheduler(stepped, schedule), 5) == [[schedule.lr(done, 0.5)] for done in range(5)]
 
 
 def test_every_group_is_its_own_base():

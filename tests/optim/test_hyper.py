@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from patrickstar.errors import ConfigError
-from patrickstar.optim.hyper import Coefficients, Hyper
+from patrickstar.optim.hyper import Hyper
 
 
 def group(**changes):
@@ -57,27 +57,3 @@ def test_what_the_constructor_of_torch_refuses_is_refused(values):
 def test_what_the_constructor_of_torch_takes_passes():
     Hyper(lr=0.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0, decoupled=True).check()
     Hyper(lr=math.inf, beta1=0.9, beta2=0.999, eps=1.0, weight_decay=1.0, decoupled=False).check()
-
-
-def test_scalars_are_taken_in_double_and_rounded_once():
-    scalars = Coefficients.at(Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled=True), 7)
-    f = np.float32
-    assert scalars.shrink == f(1 - 1e-3 * 0.1)
-    assert scalars.l2 is None
-    assert scalars.blend == f(1 - 0.9) != f(1) - f(0.9)
-    assert scalars.add_sq == f(1 - 0.999) != f(1) - f(0.999)
-    assert scalars.keep_sq == f(0.999)
-    assert scalars.eps == f(1e-8)
-    assert scalars.root == f(math.sqrt(1 - 0.999**7))
-    assert scalars.move == f(-1e-3 / (1 - 0.9**7))
-
-
-def test_scalars_of_l2_decay_leave_the_weight_alone():
-    scalars = Coefficients.at(Hyper(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled=False), 1)
-    assert scalars.shrink is None
-    assert scalars.l2 == np.float32(0.1)
-
-
-def test_a_scalar_beyond_fp32_is_infinite():
-    assert Coefficients.at(Hyper(1e60, 0.9, 0.999, 1e-80, 0.0, decoupled=True), 1).move == -math.inf
-    assert Coefficients.at(Hyper(1e60, 0.9, 0.999, 1e-80, 0.0, decoupled=True), 1).eps == 0.0

@@ -1,6 +1,7 @@
 """The contract of updates, for passes in torch's operations and torch's fused kernel; and what is theirs alone."""
 
 from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,13 +16,12 @@ from patrickstar.tracing.live_bytes import LiveBytes
 from tests.optim.contract_of_updates import *  # noqa: F403
 from tests.optim.contract_of_updates import ADAMW, VARIANTS, check
 from tests.optim.definition import Definition, exact_fma
-from tests.optim.oracle import different, random_planes, special_planes, update
+from tests.optim.oracle import different, special_planes, update
+from tests.optim.planes import planes_of
 
 ADAM = VARIANTS["Adam"]
-NUMBERS = {
-    "random": lambda step: random_planes(200, seed=step),
-    "special": lambda _: special_planes(),
-}
+random_planes = partial(planes_of, special=False)
+NUMBERS = {"random": lambda step: random_planes(200, seed=step), "special": lambda _: special_planes()}
 KERNELS = {"torch's operations": REFERENCE, "fused": FUSED}
 
 
@@ -159,11 +159,8 @@ def test_one_step_has_the_moments_of_torch_and_weights_within_two_ulp(kind, fuse
     parameter = torch.nn.Parameter(weight.clone())
     optimizer = kind([parameter], lr=1e-2, weight_decay=0.1, fused=fused)
     parameter.grad = grad.clone()
-    optimizer.state[parameter] = {
-        "step": torch.tensor(4.0),
-        "exp_avg": exp_avg.clone(),
-        "exp_avg_sq": exp_avg_sq.clone(),
-    }
+    moments = {"exp_avg": exp_avg.clone(), "exp_avg_sq": exp_avg_sq.clone()}
+    optimizer.state[parameter] = {"step": torch.tensor(4.0), **moments}
     optimizer.step()
     hyper = Hyper.from_group(optimizer.param_groups[0])
     FUSED.update(weight, grad, exp_avg, exp_avg_sq, step=5, hyper=hyper)

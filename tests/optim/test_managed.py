@@ -243,14 +243,8 @@ def test_zero_grad_is_the_targets(set_to_none):
 
 SCHEDULERS = {
     "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
-    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=4),
     "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=8),
     "ReduceLROnPlateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
-    "SequentialLR": lambda optimizer: lr_scheduler.SequentialLR(
-        optimizer,
-        [lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.5)],
-        milestones=[2],
-    ),
 }
 
 
@@ -309,12 +303,7 @@ def test_a_group_added_through_either_is_in_both_and_updated(through):
 @pytest.mark.parametrize(
     ("group", "error", "message"),
     [
-        (
-            lambda t: {"params": [torch.nn.Parameter(torch.zeros(3, 7))]},
-            ConfigError,
-            r"1 of .* not the model's.*\(3, 7\)",
-        ),
-        (lambda t: {"params": torch.nn.Parameter(torch.zeros(5))}, ConfigError, r"not the model's.*\(5,\)"),
+        (lambda t: {"params": torch.nn.Parameter(torch.zeros(5))}, ConfigError, r"1 of .* not the model's.*\(5,\)"),
         (lambda t: {"params": [("x", torch.nn.Parameter(torch.zeros(5)))]}, ConfigError, "not the model's"),
         (lambda t: {"params": [t.parameters["c"]], "amsgrad": True}, ConfigError, "amsgrad"),
         (lambda t: {"params": [t.parameters["c"]], "lr": -1.0}, ConfigError, "lr=-1.0"),
@@ -338,34 +327,6 @@ def test_a_strangers_group_added_through_the_original_is_found_at_the_next_step(
     with pytest.raises(ConfigError, match=r"not the model's.*\(3, 7\)"):
         ours.step()
     assert target.calls == []
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
-def test_state_goes_to_torch_and_comes_back(kind):
-    ours, original, target = managed(kind)
-    _, plain, plain_step = plain_twin(AdamW if kind is torch.optim.AdamW else Adam, target)
-    for seed in range(2):
-        give_gradients(target, seed)
-        ours.step()
-        plain_step(target.gradients)
-    saved = ours.state_dict()
-    assert_same(saved, plain.state_dict())
-    assert_same(original.state_dict(), saved)
-    fresh = kind([torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(16))])
-    fresh.load_state_dict(saved)  # torch's own class takes it
-
-    other, _, other_target = managed(kind, lr=0.5)
-    group = other.param_groups[0]
-    other.load_state_dict(copy.deepcopy(plain.state_dict()))
-    assert other.param_groups[0] is group, "schedulers hold the dict: it stays"
-    assert_same(other.state_dict(), saved)
-    for name, parameter in other_target.parameters.items():
-        parameter.detach().copy_(target.parameters[name].detach())
-    for optimizer, its in ((ours, target), (other, other_target)):
-        give_gradients(its, 9)
-        optimizer.step()
-    for name, parameter in other_target.parameters.items():
-        assert torch.equal(parameter.detach(), target.parameters[name].detach())
 
 
 def test_adamw_stays_adamw_whatever_it_loads_and_adam_follows_as_in_torch():
@@ -448,18 +409,6 @@ def test_hooks_around_state_dicts_run_once_on_both():
     assert seen == ["original loads", "ours loads", "original loaded", "ours loaded"]
 
 
-def test_a_hook_that_saw_the_state_dict_before_management_sees_the_chunks_now():
-    seen = []
-    ours, _, _ = managed(
-        prepare=lambda original: original.register_state_dict_post_hook(
-            lambda _, saved: seen.append(len(saved["state"]))
-        )
-    )
-    ours.step()
-    ours.state_dict()
-    assert seen == [2]
-
-
 def test_the_state_is_the_targets():
     ours, _, target = managed()
     target.mapping = {}
@@ -489,24 +438,14 @@ def test_after_detaching_the_original_is_as_before_and_ours_says_where_to_go():
     ours.step()
     ours.detach()
     ours.detach()
-    for call in (
-        ours.step,
-        ours.zero_grad,
-        ours.state_dict,
-        lambda: ours.load_state_dict({}),
-        lambda: ours.add_param_group({}),
-    ):
+    loads, adds = (lambda: ours.load_state_dict({})), (lambda: ours.add_param_group({}))
+    for call in (ours.step, ours.zero_grad, ours.state_dict, loads, adds):
         with pytest.raises(StateError, match=r"use the optimizer that was passed to manage\(\)"):
             call()
-    hooks = (
-        "step_pre",
-        "step_post",
-        "state_dict_pre",
-        "state_dict_post",
-        "load_state_dict_pre",
-        "load_state_dict_post",
-    )
-    assert [len(getattr(original, f"_optimizer_{hook}_hooks")) for hook in hooks] == [0] * 6
+    hooks = [
+        f"_optimizer_{of}_{when}_hooks" for of in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
+    ]
+    assert [len(getattr(original, hook)) for hook in hooks] == [0] * 6
     plain = torch.nn.Parameter(torch.ones(3))
     original.add_param_group({"params": [plain]})
     plain.grad = torch.ones(3)

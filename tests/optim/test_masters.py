@@ -54,15 +54,6 @@ def test_joining_is_the_inverse_of_splitting(low: int, kept: torch.dtype) -> Non
     assert torch.equal(last, rest[:-1])
 
 
-@given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64), kept=st.sampled_from(KEPT))
-def test_any_value_comes_back(bits: list[int], kept: torch.dtype) -> None:
-    master = of_bits(np.array(bits, dtype=np.uint64))
-    again = joined(*parts(master, kept))
-    finite = ~torch.isnan(master)
-    assert torch.equal(again[finite].view(torch.int32), master[finite].view(torch.int32))
-    assert torch.equal(torch.isnan(again), torch.isnan(master))
-
-
 def nearest_bf16(value: np.float32) -> float:
     """By trying both neighbours: the nearer one, of two equally near the one further from zero."""
     bits = int(np.float32(abs(value)).view(np.uint32))

@@ -10,6 +10,9 @@ from patrickstar import ConfigError
 from patrickstar.config.settings import SCHEDULES, Schedule
 from patrickstar.optim.schedules import defaults_of, rates_of
 
+ONE_TO_FIVE = {"warmup_min_lr": 1.0, "warmup_max_lr": 5.0}
+CYCLE = {"cycle_min_lr": 1.0, "cycle_max_lr": 5.0}
+
 
 def scheduled(name, **given):
     return rates_of(Schedule(name, given))
@@ -46,31 +49,17 @@ def test_a_schedule_knows_whether_it_follows_the_optimizer(name, given, follows)
 
 
 def test_the_range_test_rises_evenly_or_in_stairs():
-    even = scheduled("LRRangeTest", lr_range_test_min_lr=1.0, lr_range_test_step_size=4, lr_range_test_step_rate=2.0)
-    assert rates(even, 9) == [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0]
-    stairs = scheduled(
-        "LRRangeTest",
-        lr_range_test_min_lr=1.0,
-        lr_range_test_step_size=4,
-        lr_range_test_step_rate=2.0,
-        lr_range_test_staircase=True,
-    )
-    assert rates(stairs, 9) == [1.0] * 4 + [3.0] * 4 + [5.0]
+    given = {"lr_range_test_min_lr": 1.0, "lr_range_test_step_size": 4, "lr_range_test_step_rate": 2.0}
+    assert rates(scheduled("LRRangeTest", **given), 9) == [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0]
+    assert rates(scheduled("LRRangeTest", **given, lr_range_test_staircase=True), 9) == [1.0] * 4 + [3.0] * 4 + [5.0]
 
 
 def test_a_warm_up_begins_twice_at_its_low_end_and_stays_at_its_high_one():
-    linear = scheduled("WarmupLR", warmup_min_lr=1.0, warmup_max_lr=5.0, warmup_num_steps=4, warmup_type="linear")
+    linear = scheduled("WarmupLR", **ONE_TO_FIVE, warmup_num_steps=4, warmup_type="linear")
     assert rates(linear, 8) == [1.0, 1.0, 2.0, 3.0, 4.0, 5.0, 5.0, 5.0]
-    log = scheduled("WarmupLR", warmup_min_lr=1.0, warmup_max_lr=5.0, warmup_num_steps=4)
-    assert rates(log, 7) == [
-        1.0,
-        1.0,
-        1 + 4 * math.log(2) / math.log(4),
-        pytest.approx(1 + 4 * math.log(3) / math.log(4)),
-        5.0,
-        5.0,
-        5.0,
-    ]
+    log = scheduled("WarmupLR", **ONE_TO_FIVE, warmup_num_steps=4)
+    between = [1 + 4 * math.log(step) / math.log(4) for step in (2, 3)]
+    assert rates(log, 7) == pytest.approx([1.0, 1.0, *between, 5.0, 5.0, 5.0], rel=1e-15)
 
 
 def test_a_warm_up_without_an_end_follows_the_optimizer():
@@ -79,14 +68,7 @@ def test_a_warm_up_without_an_end_follows_the_optimizer():
 
 
 def test_a_decay_ends_at_the_low_end_and_goes_no_further():
-    schedule = scheduled(
-        "WarmupDecayLR",
-        total_num_steps=6,
-        warmup_min_lr=1.0,
-        warmup_max_lr=5.0,
-        warmup_num_steps=2,
-        warmup_type="linear",
-    )
+    schedule = scheduled("WarmupDecayLR", total_num_steps=6, **ONE_TO_FIVE, warmup_num_steps=2, warmup_type="linear")
     assert rates(schedule, 10) == [1.0, 1.0, 3.0, 5.0, 4.0, 3.0, 2.0, 1.0, 1.0, 1.0]
     assert max(rates(scheduled("WarmupDecayLR", total_num_steps=9, warmup_num_steps=2), 9)) == 1e-3
     short = scheduled("WarmupDecayLR", total_num_steps=2, warmup_max_lr=4.0, warmup_num_steps=4, warmup_type="linear")
@@ -94,14 +76,8 @@ def test_a_decay_ends_at_the_low_end_and_goes_no_further():
 
 
 def test_a_cosine_is_a_share_of_the_optimizer_s_rate():
-    schedule = scheduled(
-        "WarmupCosineLR",
-        total_num_steps=6,
-        warmup_num_steps=2,
-        warmup_min_ratio=0.5,
-        cos_min_ratio=0.2,
-        warmup_type="linear",
-    )
+    ends = {"warmup_min_ratio": 0.5, "cos_min_ratio": 0.2}
+    schedule = scheduled("WarmupCosineLR", total_num_steps=6, warmup_num_steps=2, warmup_type="linear", **ends)
     found = rates(schedule, 10, base=10.0)
     assert found[:3] == [0.0, 5.0, 7.5]
     quarters = [0.2 + 0.8 * (1 + math.cos(math.pi * share)) / 2 for share in (0.25, 0.5, 0.75)]
@@ -110,54 +86,33 @@ def test_a_cosine_is_a_share_of_the_optimizer_s_rate():
 
 
 def test_one_cycle_goes_up_down_and_then_decays():
-    schedule = scheduled(
-        "OneCycle",
-        cycle_min_lr=1.0,
-        cycle_max_lr=5.0,
-        cycle_first_step_size=4,
-        cycle_second_step_size=2,
-        decay_step_size=2,
-        decay_lr_rate=1.0,
-    )
+    sizes = {"cycle_first_step_size": 4, "cycle_second_step_size": 2, "decay_step_size": 2}
+    schedule = scheduled("OneCycle", **CYCLE, **sizes, decay_lr_rate=1.0)
     assert rates(schedule, 7) == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0, 3.0, 1.0], rel=1e-15)
     assert rates(schedule, 11)[7:] == [1 / 1.5, 1 / 2, 1 / 2.5, 1 / 3]
-    flat = scheduled("OneCycle", cycle_min_lr=1.0, cycle_max_lr=5.0, cycle_first_step_size=2)
+    flat = scheduled("OneCycle", **CYCLE, cycle_first_step_size=2)
     assert rates(flat, 8)[4:] == [1.0] * 4
 
 
 def test_the_first_beta_cycles_against_the_rate_and_the_second_is_fixed():
-    schedule = scheduled(
-        "OneCycle",
-        cycle_min_lr=1.0,
-        cycle_max_lr=5.0,
-        cycle_first_step_size=2,
-        cycle_min_mom=0.5,
-        cycle_max_mom=0.75,
-        decay_step_size=1,
-        decay_mom_rate=0.1,
-    )
+    momenta = {"cycle_min_mom": 0.5, "cycle_max_mom": 0.75, "decay_mom_rate": 0.1}
+    schedule = scheduled("OneCycle", **CYCLE, cycle_first_step_size=2, decay_step_size=1, **momenta)
     betas = [schedule.betas(done) for done in range(7)]
     assert [second for _, second in betas] == [0.99] * 7
     assert [first for first, _ in betas[:5]] == [0.5, 0.625, 0.5, 0.625, 0.75]
     assert [first for first, _ in betas[5:]] == pytest.approx([0.75 * 1.1, 0.75 * 1.2])
     with pytest.raises(ConfigError, match="decay_mom_rate"):
         schedule.betas(9)
-    assert scheduled("OneCycle", cycle_min_lr=1.0, cycle_max_lr=5.0, cycle_momentum=False).betas(3) is None
+    assert scheduled("OneCycle", **CYCLE, cycle_momentum=False).betas(3) is None
     assert scheduled("WarmupLR").betas(3) is None
 
 
 @settings(max_examples=100, deadline=None)
 @given(first=st.integers(1, 40), second=st.integers(1, 40), up=st.integers(1, 12), down=st.integers(1, 12))
 def test_stairs_are_as_many_as_asked_for(first, second, up, down):
-    schedule = scheduled(
-        "OneCycle",
-        cycle_min_lr=0.0,
-        cycle_max_lr=1.0,
-        cycle_first_step_size=first,
-        cycle_second_step_size=second,
-        cycle_first_stair_count=up,
-        cycle_second_stair_count=down,
-    )
+    sizes = {"cycle_first_step_size": first, "cycle_second_step_size": second}
+    stairs = {"cycle_first_stair_count": up, "cycle_second_stair_count": down}
+    schedule = scheduled("OneCycle", cycle_min_lr=0.0, cycle_max_lr=1.0, **sizes, **stairs)
     found = rates(schedule, first + second + 1)
     assert found[first] == 1.0
     assert found[0] == found[-1] == 0.0

@@ -123,20 +123,12 @@ def test_state_is_read_by_name_without_what_was_never_updated(kind, options):
     assert set(optimizer.state) <= {module[0].weight, module[1].weight}, "reading adds nothing"
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda state: state.pop("exp_avg"), "0.weight has no exp_avg"),
-        (lambda state: state.update(exp_avg_sq=torch.zeros(2)), "exp_avg_sq has shape"),
-        (lambda state: state.update(step=torch.tensor(-2.0)), "step is -2.0"),
-    ],
-)
-def test_a_state_that_is_not_adams_is_refused(spoil, message):
+def test_a_state_that_is_not_adams_is_refused():
     module = model()
     optimizer = torch.optim.AdamW(module.parameters())
     train(module, optimizer)
-    spoil(optimizer.state[module[0].weight])
-    with pytest.raises(ConfigError, match=message):
+    optimizer.state[module[0].weight].pop("exp_avg")
+    with pytest.raises(ConfigError, match=r"0\.weight has no exp_avg"):
         check_optimizer(optimizer, names_of(module))
 
 

@@ -51,7 +51,8 @@ def test_gradients_are_those_of_the_weights_that_the_forward_used(slots):
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_checkpointed_block_may_span_more_chunks_than_there_are_slots(reentrant, slots):
     build = lambda: Tower(lambda run, x: checkpoint(run, x, use_reentrant=reentrant))
-    compare(build, lambda model: model(X.clone().requires_grad_()), slots=slots, chunk_numel=2048)
+    owner = compare(build, lambda model: model(X.clone().requires_grad_()), slots=slots, chunk_numel=2048)
+    assert not owner.binding.access.held
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -138,8 +139,9 @@ def test_a_view_that_outlives_its_moment_keeps_its_slot():
         compare(Model, lambda model: model(X), slots=1, chunk_numel=2048)
 
 
-def test_a_view_is_packed_when_an_operation_saves_it():
-    """Only the view's own lifetime holds the slot, not the graph's."""
+@pytest.mark.parametrize("for_its_input", [False, True])
+def test_a_view_is_packed_when_an_operation_saves_it(for_its_input):
+    """Held by the graph, the view would keep its slot until backward: with one slot, nothing else could be used."""
 
     class Model(nn.Module):
         def __init__(self):
@@ -153,7 +155,7 @@ def test_a_view_is_packed_when_an_operation_saves_it():
                 x = layer(x)
             return x.sum() * y.sum()
 
-    compare(Model, lambda model: model(X), slots=1, chunk_numel=2048)
+    compare(Model, lambda model: model(X.clone().requires_grad_(for_its_input)), slots=1, chunk_numel=2048)
 
 
 def test_accumulators_that_fire_several_times_in_one_backward():
@@ -176,41 +178,6 @@ def test_a_gradient_of_negative_zero_stays_negative():
     owner = ToyOwner(model, slots=1, chunk_numel=2048)
     (model.weight * torch.tensor(-0.0)).sum().backward()
     assert torch.signbit(owner.gradients["weight"]).all()
-
-
-def test_early_stop_of_a_recomputation_leaves_nothing_behind():
-    owner = compare(
-        lambda: Tower(lambda run, x: checkpoint(run, x, use_reentrant=False, early_stop=True)),
-        lambda model: model(X.clone().requires_grad_()),
-        slots=1,
-        chunk_numel=2048,
-    )
-    assert not owner.binding.access.held
-
-
-def test_inplace_operations_after_a_layer():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.norm = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
-            self.relu = nn.ReLU(inplace=True)
-
-        def forward(self, x):
-            y = self.relu(self.a(x))
-            z = self.norm(self.b(y))
-            z += y
-            return self.relu(z).mean()
-
-    image = torch.randn(2, 3, 8, 8)
-    compare(Block, lambda model: model(image), slots=1, chunk_numel=640)
-
-
-def test_autograd_grad_gives_gradients_to_its_caller():
-    model = Tower()
-    owner = ToyOwner(model, slots=2, chunk_numel=2048)
-    gradients = torch.autograd.grad(model(X), list(model.parameters()))
-    assert not owner.gradients
-    assert all(g.isfinite().all() for g in gradients)
 
 
 def slope_of(model, x):
@@ -353,19 +320,3 @@ def test_an_exception_in_the_forward_leaves_no_lease():
         model(torch.randn(2, 31))
     assert not owner.binding.leases.held()
     assert not owner.binding.access.held
-
-
-def test_backward_on_another_thread():
-    import threading
-
-    model = Tower()
-    owner = ToyOwner(model, slots=1, chunk_numel=2048)
-    plain = Tower()
-    plain.load_state_dict({name: owner.values(name) for name, _ in model.named_parameters()})
-    loss = model(X)
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
-    plain(X).backward()
-    for name, parameter in plain.named_parameters():
-        assert torch.equal(parameter.grad, owner.gradients[name])

@@ -70,13 +70,9 @@ def train(
         plain,
         make_lane=lanes_for(row) if device == "cpu" else None,
         choice=choice or choice_of(row),
-        precision=row.precision.partition("-")[0],
-        step=row.step,
-        max_grad_norm=case.max_norm if row.clipping and not by_call else None,
-        options=options_of(
-            row, eviction=row.eviction, prefetch=depth_of(row) if prefetch == "of the row" else prefetch, poison=True
+        **arguments_of(
+            row, limits, directory, device=device, prefetch=depth_of(row) if prefetch == "of the row" else prefetch
         ),
-        **(machine(row, limits, directory) | ({} if device == "cpu" else {"device": device})),
     )
     record = Record()
     try:
@@ -113,6 +109,20 @@ def train(
             session.close()
     closed = {name: p.detach().clone() for name, p in model.named_parameters() if not p.is_meta}
     return Outcome(record, stats, dict(limits), closed)
+
+
+def arguments_of(
+    row: Row, limits: Limits, directory: Path, *, device: str, prefetch: int | str | None
+) -> dict[str, Any]:
+    """The arguments of `manage`. Of several micro-batches, gradients are clipped by hand."""
+    return {
+        "precision": row.precision.partition("-")[0],
+        "step": row.step,
+        "max_grad_norm": CASES[row.model].max_norm if row.clipping and row.accumulation == 1 else None,
+        "options": options_of(row, eviction=row.eviction, prefetch=prefetch, poison=True),
+        **machine(row, limits, directory),
+        **({} if device == "cpu" else {"device": device}),
+    }
 
 
 def options_of(row: Row, **given: Any) -> patrickstar.Options:

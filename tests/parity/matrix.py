@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tests.parity.zoo import CASES
 
@@ -70,19 +70,11 @@ class Row:
         found = _ROW.fullmatch(text)
         if found is None:
             raise ValueError(f"{text!r} is no row of the parity matrix")
-        tiles = found["tile_rows"]
-        return cls(
-            found["model"],
-            found["checkpointing"],
-            int(found["accumulation"]),
-            found["clipping"] == "clip",
-            found["step"],
-            found["eviction"],
-            found["budget"],
-            found["tier"],
-            found["precision"] or "fp32",
-            None if tiles is None else int(tiles),
-        )
+        parts: dict[str, Any] = found.groupdict()
+        tiles = parts["tile_rows"]
+        parts |= {"accumulation": int(parts["accumulation"]), "clipping": parts["clipping"] == "clip"}
+        parts |= {"precision": parts["precision"] or "fp32", "tile_rows": None if tiles is None else int(tiles)}
+        return cls(**parts)
 
 
 _ROW: Final = re.compile(

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -128,35 +128,15 @@ def train(
     `device`: where forward and backward run; updates are computed on the CPU wherever that is.
     """
     model = case.build(checkpointing).to(device)
-    run = partial(
-        train_model,
-        case,
-        model,
-        accumulation=accumulation,
-        clipping=clipping,
-        steps=steps,
-        precision=precision,
-        device=device,
-    )
-    if tile_rows is None:
-        return run()
-    with tiled_products(model, tile_rows) as tiled:
-        record = run()
-    assert tiled.count, f"{case.name}: no weight has more than {tile_rows} rows"
+    with nullcontext() if tile_rows is None else tiled_products(model, tile_rows) as tiled:
+        record = _train(case, model, accumulation, clipping, steps, precision, device)
+    assert tiled is None or tiled.count, f"{case.name}: no weight has more than {tile_rows} rows"
     return record
 
 
-def train_model(
-    case: Case,
-    model: nn.Module,
-    *,
-    accumulation: int,
-    clipping: bool,
-    steps: int,
-    precision: str,
-    device: str = "cpu",
+def _train(
+    case: Case, model: nn.Module, accumulation: int, clipping: bool, steps: int, precision: str, device: str
 ) -> Record:
-    """The same of a model that has been built."""
     groups = case.groups(model)
     base = [dict(group) for group in groups]
     parameters = dict(model.named_parameters())

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from difflib import unified_diff
 from itertools import groupby, zip_longest
 from multiprocessing import get_context
 from pathlib import Path
@@ -166,14 +167,13 @@ def _make_anew(wanted: str) -> None:
     _FILE.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
 
 
-def _read(file: Path) -> list[Plan]:
-    return [Plan.parse(text) for text in file.read_text().split("\n\n")]
+def _read(file: Path) -> list[str]:
+    return file.read_text().split("\n\n")
 
 
-def _show_difference(before: list[Plan], after: list[Plan]) -> None:
-    for number, (old, new) in enumerate(zip_longest(before, after)):
-        lines = ["only one of the two has it"] if old is None or new is None else old.diff(new)
-        for line in lines:
+def _show_difference(before: list[str], after: list[str]) -> None:
+    for number, (old, new) in enumerate(zip_longest(before, after, fillvalue="")):
+        for line in unified_diff(old.splitlines(), new.splitlines(), n=0, lineterm=""):
             print(f"plan {number}: {line}")
 
 

@@ -128,12 +128,8 @@ def root_in_torch(p: Tensor, g: Tensor, moments: Of, name: str, group: Any, *, a
 @pytest.mark.parametrize(
     ("spoil", "case"),
     [
-        (momentum_by_two_products, "tower"),
-        (decay_after, "tower"),
-        (twice, "tower"),
-        (one_count_for_all, "branches"),
-        (first_groups_rate, "tower"),
-        (root_in_torch, "gpt2"),
+        *((spoil, "tower") for spoil in (momentum_by_two_products, decay_after, twice, first_groups_rate)),
+        *((one_count_for_all, "branches"), (root_in_torch, "gpt2")),
     ],
 )
 def test_the_comparison_fails_for_a_wrong_update(spoil: Update, case: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 
 from tests.parity import oracle
 from tests.parity.compare import differences, same_bits
-from tests.parity.oracle import Record
+from tests.parity.test_compare import run
 from tests.parity.zoo import CASES, STEPS, micro_seed
-
-
-@cache
-def run(name: str, clipping: bool = False) -> Record:
-    return oracle.train(CASES[name], clipping=clipping)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -224,6 +224,9 @@ def hugging_face(name: str, **options: Any) -> Callable[[str], nn.Module]:
     return make
 
 
+LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4}
+DECODER = {**LAYERS, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": TOKENS}
+ENCODER = {**LAYERS, "vocab_size": VOCABULARY, "max_position_embeddings": TOKENS}
 GPT2 = hugging_face(
     "GPT2LMHeadModel",
     vocab_size=VOCABULARY,
@@ -234,25 +237,8 @@ GPT2 = hugging_face(
     bos_token_id=0,
     eos_token_id=0,
 )  # dropout of 0.1 in three places, by default
-LLAMA = hugging_face(
-    "LlamaForCausalLM",
-    vocab_size=VOCABULARY,
-    hidden_size=48,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=TOKENS,
-)
-BERT = hugging_face(
-    "BertForMaskedLM",
-    vocab_size=VOCABULARY,
-    hidden_size=WIDTH,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    max_position_embeddings=TOKENS,
-)
+LLAMA = hugging_face("LlamaForCausalLM", **DECODER, hidden_size=48, intermediate_size=96)
+BERT = hugging_face("BertForMaskedLM", **ENCODER, hidden_size=WIDTH, intermediate_size=64)
 T5 = hugging_face(
     "T5ForConditionalGeneration",
     vocab_size=VOCABULARY,
@@ -265,36 +251,16 @@ T5 = hugging_face(
 )
 VIT = hugging_face(
     "ViTForImageClassification",
-    hidden_size=WIDTH,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    image_size=16,
-    patch_size=4,
-    num_labels=5,
+    **{**LAYERS, "hidden_size": WIDTH, "intermediate_size": 64, "image_size": 16, "patch_size": 4, "num_labels": 5},
 )
 MIXTRAL = hugging_face(
     "MixtralForCausalLM",
-    vocab_size=VOCABULARY,
-    hidden_size=WIDTH,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_local_experts=4,
-    num_experts_per_tok=2,
+    **{**DECODER, "hidden_size": WIDTH, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
     output_router_logits=True,
-    max_position_embeddings=TOKENS,
 )
 ALBERT = hugging_face(
     "AlbertForMaskedLM",
-    vocab_size=VOCABULARY,
-    embedding_size=24,
-    hidden_size=48,
-    intermediate_size=96,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    max_position_embeddings=TOKENS,
+    **{**ENCODER, "embedding_size": 24, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 4},
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan.check import check
 from patrickstar.plan.fit import worst_moment
+from patrickstar.plan.make import make_plan
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
 from patrickstar.plan.snapshot import Snapshot
@@ -101,6 +103,20 @@ class Instance:
     def arguments(self) -> dict[str, object]:
         return {"layout": self.layout, "machine": self.machine, "start": self.start, "frees": self.frees}
 
+    def planned(self, policy: str = "next-use") -> Plan:
+        return make_plan(self.trace, following=self.following, policy=policy, **self.arguments)  # type: ignore[arg-type]
+
+
+def before_each_moment(plan: Plan) -> list[str]:
+    return [", ".join(map(str, actions)) for actions in plan.moments]
+
+
+def legal_plan(trace: Trace, *, layout: Layout, machine: Machine, start: Residency, **others: Any) -> Plan:
+    """A plan, which keeps every invariant."""
+    plan = make_plan(trace, layout=layout, machine=machine, start=start, **others)
+    expect_legal(plan, trace, layout, machine)
+    return plan
+
 
 def expect_legal(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> None:
     """A plan keeps every invariant."""
@@ -185,11 +201,11 @@ def tight_instances(draw: st.DrawFn) -> Instance:
 
 
 @st.composite
-def paging(draw: st.DrawFn, *, units_at_most: int = 5, most_moments: int = 10) -> Instance:
+def paging(draw: st.DrawFn) -> Instance:
     """Equal units that are only read, on a host over a disk: what page replacement is known to be optimal for."""
-    layout = layout_of(*[1] * draw(st.integers(2, units_at_most)))
+    layout = layout_of(*[1] * draw(st.integers(2, 5)))
     refs = list(layout.units([WEIGHT]))
-    trace = draw(traces(refs, most_moments=most_moments, writes=False))
+    trace = draw(traces(refs, most_moments=10, writes=False))
     needed = max(len({t.ref for t in m.touches} | set(m.held)) * SLOT_BYTES + m.nonmodel_bytes for m in trace.moments)
     machine = Machine(Tier.HOST, {Tier.HOST: needed + draw(st.integers(0, 3 * SLOT_BYTES)), Tier.DISK: PLENTY})
     return Instance(layout, trace, machine, resting(layout, planes=[WEIGHT]))

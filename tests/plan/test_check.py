@@ -19,6 +19,7 @@ from patrickstar.plan.plan import Plan
 from tests.plan.builders import (
     SLOT_BYTES,
     Instance,
+    before_each_moment,
     device_over_host,
     few,
     host_over_disk,
@@ -57,7 +58,7 @@ def numbers(found: list[str]) -> set[int]:
 
 def test_the_plan_that_is_spoiled_below_keeps_all_invariants() -> None:
     plan = plan_of()
-    assert [", ".join(map(str, actions)) for actions in plan.moments] == [
+    assert before_each_moment(plan) == [
         "c0.weight K>H, c0.weight H?",
         "c1.weight K>H, c1.weight H?",
         "c1.weight H!, c2.weight K>H, c2.weight H?",
@@ -191,7 +192,7 @@ def _lines(trace: Trace) -> list[str]:
 @few
 @given(instance=tight_instances(), data=st.data())
 def test_no_action_of_a_plan_can_be_left_out(instance: Instance, data: st.DataObject) -> None:
-    plan = make_plan(instance.trace, following=instance.following, **instance.arguments)
+    plan = instance.planned()
     actions = list(plan.actions())
     number = data.draw(st.integers(0, len(actions) - 1)) if actions else -1
     position = count()

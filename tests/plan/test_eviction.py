@@ -47,18 +47,6 @@ def test_ties_go_clean_before_dirty_and_then_by_id(policy: str) -> None:
     assert order(policy, state, now=1, trace=together) == ["c1.weight", "c3.weight", "c0.weight", "c2.weight"]
 
 
-def test_a_trace_follows_itself() -> None:
-    uses = Uses(TRACE)
-    assert [uses.after(unit(f"c{chunk}.weight"), 4) for chunk in (0, 1, 2, 3)] == [5, 6, 7, NEVER]
-    assert [uses.until(unit(f"c{chunk}.weight"), -1) for chunk in (0, 1, 2, 3)] == [-1, -2, -3, -NEVER]
-
-
-def test_what_follows_counts_before_the_trace_comes_again() -> None:
-    uses = Uses(TRACE, trace_of("c2.weight", "c7.weight"))
-    assert [uses.after(unit(f"c{chunk}.weight"), 4) for chunk in (2, 7, 0, 1)] == [5, 6, 7, 8]
-    assert [uses.until(unit(f"c{chunk}.weight"), -1) for chunk in (2, 7, 0, 1)] == [-2, -1, -3, -4]
-
-
 @few
 @given(instance=instances())
 def test_uses_are_those_of_the_traces_written_one_after_another(instance: Instance) -> None:
@@ -98,13 +86,6 @@ def test_a_ranking_keeps_up_the_order_as_units_are_used(instance: Instance, poli
                 ref = data.draw(st.sampled_from(gone))
                 apply(state, Drop(ref, tier, state.slots[ref]))
                 ranking.moved(ref)
-
-
-def test_units_at_home_here_are_not_ranked() -> None:
-    state = state_of("c0.weight here, c1.weight clean")
-    ranking = Ranking(state, worth=lambda ref, now: now)
-    ranking.used(0, unit("c0.weight"))
-    assert list(ranking(Tier.HOST, ())) == units("c1.weight")
 
 
 def test_from_the_host_below_a_device_goes_first_what_saves_nothing_there() -> None:

@@ -15,19 +15,7 @@ from patrickstar.plan.eviction import POLICIES
 from patrickstar.plan.fit import Need, minimum_bytes, pinned_at, refuse_homes, refuse_moment, within, worst_moment
 from patrickstar.plan.make import make_plan
 from patrickstar.units import GIB, MIB, parse_size
-from tests.plan.builders import (
-    PLENTY,
-    SLOT_BYTES,
-    Instance,
-    few,
-    instances,
-    layout_of,
-    resting,
-    some,
-    trace_of,
-    unit,
-    units,
-)
+from tests.plan.builders import SLOT_BYTES, Instance, few, instances, layout_of, resting, some, trace_of, unit, units
 from tests.plan.naive import needed_bytes
 
 sizes = st.integers(0, 1 << 44)
@@ -109,19 +97,6 @@ def test_touched_and_held_units_count_once() -> None:
     assert pinned_at(moment) == units("c0.weight c1.weight c2.weight")
 
 
-def test_the_refusal_names_the_worst_moment_in_numbers_that_add_up() -> None:
-    layout = layout_of(1, 3, 1)
-    trace = trace_of("c0.weight", "c1.weight c1.grad held c0.weight", nonmodel=[0, 100])
-    machine = Machine(Tier.HOST, {Tier.HOST: 5 * SLOT_BYTES, Tier.DISK: PLENTY})
-    with pytest.raises(BudgetError) as refused:
-        make_plan(trace, layout=layout, machine=machine, start=resting(layout))
-    assert str(refused.value) == (
-        "host memory is 100 B short at op 1 forward p1\n"
-        "  needed 420 B = chunk slots 320 B (5 of 64 B) + activations 100 B;  budget 320 B\n"
-        "  fits with: host_memory >= 420 B"
-    )
-
-
 def printed(text: str, what: str) -> float:
     return float(re.search(rf"{what} ([\d.]+) [KMGT]?i?B", text)[1])
 
@@ -144,6 +119,7 @@ def test_the_numbers_of_a_moment_add_up(slots: int, slot_bytes: int, nonmodel: i
     total = printed(text, "needed")
     assert round(total - printed(text, "slots") - printed(text, "activations"), 6) == 0
     assert round(total - printed(text, "budget") - printed(text, "is"), 6) == 0
+    assert ("activations of at most" in text) == (slots * slot_bytes < budget)
     suggested = re.search(r"device_memory >= ([\d.]+ \w+)", text)[1].replace(" ", "")
     assert parse_size(suggested, name="device_memory") >= needed
     assert (error.needed_bytes, error.available_bytes, error.smallest_bytes) == (needed, budget, needed)

@@ -13,7 +13,6 @@ from patrickstar.errors import BudgetError
 from patrickstar.plan.check import check
 from patrickstar.plan.eviction import POLICIES
 from patrickstar.plan.fit import pinned_at, worst_moment
-from patrickstar.plan.make import make_plan
 from patrickstar.plan.simulate import simulate
 from tests.plan.builders import (
     SLOT_BYTES,
@@ -22,6 +21,7 @@ from tests.plan.builders import (
     expect_legal,
     instances,
     layout_of,
+    legal_plan,
     resting,
     some,
     starts,
@@ -31,21 +31,13 @@ from tests.plan.builders import (
 from tests.plan.naive import replay
 
 
-def test_a_moment_on_the_host_prints_and_parses_back() -> None:
-    for text in ("c0.weight@H c1.weight@H c2.weight* held c3.weight", "c0.grad@H*"):
-        trace = trace_of(text)
-        assert text in str(trace)
-        assert Trace.parse(str(trace)) == trace
-
-
 def test_what_is_used_on_the_host_crosses_no_link() -> None:
     layout = layout_of(1, 1)
     trace = trace_of("c0.weight@H c1.weight@H", "c0.grad@H* c1.grad@H*")
     machine = device_over_host(1)
     start = resting(layout, compute=Tier.DEVICE, home=Tier.HOST, free=layout.units(["grad"]))
-    plan = make_plan(trace, layout=layout, machine=machine, start=start)
-    expect_legal(plan, trace, layout, machine)
-    moved = simulate(plan, trace, layout, machine).moved
+    plan = legal_plan(trace, layout=layout, machine=machine, start=start)
+    moved = simulate(plan, trace).moved
     assert (moved["H>D"], moved["D>H"]) == (0, 0)
     assert unit("c0.grad") in plan.end.newest
     without = replace(plan, moments=tuple(() for _ in plan.moments))
@@ -80,9 +72,9 @@ def with_host_touches(draw: st.DrawFn) -> Instance:
 @given(instance=with_host_touches(), policy=st.sampled_from(sorted(POLICIES)))
 def test_plans_keep_every_invariant_in_tight_tiers(instance: Instance, policy: str) -> None:
     trace, machine = instance.trace, instance.machine
-    plan = make_plan(trace, following=instance.following, policy=policy, **instance.arguments)
+    plan = instance.planned(policy)
     expect_legal(plan, trace, instance.layout, machine)
-    simulated = simulate(plan, trace, instance.layout, machine)
+    simulated = simulate(plan, trace)
     assert simulated.peak["device"] <= machine.budget[Tier.DEVICE]
     start = instance.start
     at_start = (start.slots_resting[Tier.HOST] + start.slots_used[Tier.HOST]) * SLOT_BYTES
@@ -98,7 +90,7 @@ def test_what_is_under_way_as_a_plan_begins_is_waited_for_once(instance: Instanc
     start = data.draw(starts(instance.layout, sorted(instance.start.home), instance.machine.compute, flights=True))
     instance = replace(instance, start=start, frees=())
     try:
-        plan = make_plan(instance.trace, following=instance.following, **instance.arguments)
+        plan = instance.planned()
     except BudgetError:
         return
     expect_legal(plan, instance.trace, instance.layout, instance.machine)

@@ -1,4 +1,4 @@
-"""plan/kept_bytes.py: slots have the same room all the time, where moments leave it, and nothing is refused for that."""
+"""`with_kept_bytes` of plan/fit.py: slots have the same room all the time, where moments leave it, and nothing is refused for that."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from patrickstar.core.machine import Machine
-from patrickstar.plan.fit import slots_needed, worst_moment
-from patrickstar.plan.kept_bytes import with_kept_bytes
+from patrickstar.plan.fit import slots_needed, with_kept_bytes, worst_moment
 from patrickstar.plan.make import make_plan
 from tests.plan.builders import SLOT_BYTES, Instance, instances, layout_of, resting, some, tight_instances, trace_of
 

@@ -24,6 +24,7 @@ from tests.plan.builders import (
     PLENTY,
     SLOT_BYTES,
     Instance,
+    before_each_moment,
     expect_legal,
     few,
     host_over_disk,
@@ -41,24 +42,8 @@ from tests.plan.naive import fewest_fetches, needed_bytes
 policies = st.sampled_from(sorted(POLICIES))
 
 
-def planned(instance: Instance, policy: str = "next-use") -> Plan:
-    return make_plan(
-        instance.trace,
-        layout=instance.layout,
-        machine=instance.machine,
-        start=instance.start,
-        policy=policy,
-        following=instance.following,
-        frees=instance.frees,
-    )
-
-
 def fetches(plan: Plan) -> int:
     return sum(is_copy(action) and action.work.tier is plan.start.compute for action in plan.actions())
-
-
-def before_each_moment(plan: Plan) -> list[str]:
-    return [", ".join(map(str, actions)) for actions in plan.moments]
 
 
 @some
@@ -68,15 +53,15 @@ def test_a_plan_keeps_every_invariant_or_is_refused_for_a_reason(instance: Insta
     before = instance.start.copy()
     if instance.budget < max(needed):  # refused only where it must be, and there always
         with pytest.raises(BudgetError) as refused:
-            planned(instance, policy)
+            instance.planned(policy)
         assert refused.value.needed_bytes == refused.value.smallest_bytes == max(needed)
         assert refused.value.available_bytes == instance.budget
         assert refused.value.moment == instance.trace.name(needed.index(max(needed)))
         assert refused.value.tier == instance.machine.compute.label
     else:
-        plan = planned(instance, policy)
+        plan = instance.planned(policy)
         expect_legal(plan, instance.trace, instance.layout, instance.machine)
-        peak = simulate(plan, instance.trace, instance.layout, instance.machine).peak
+        peak = simulate(plan, instance.trace).peak
         assert max(needed) <= peak[instance.machine.compute.label] <= instance.budget
     assert instance.start == before
 
@@ -93,13 +78,13 @@ def test_lower_tiers_are_never_overfull_either(instance: Instance) -> None:
     needed = {**below, compute: max(needed_bytes(instance))}
     if any(needed[tier] > nbytes for tier, nbytes in budget.items()):
         with pytest.raises(BudgetError) as refused:
-            planned(instance)
+            instance.planned()
         tier = Tier[refused.value.tier.upper()]
         assert refused.value.needed_bytes == needed[tier] > refused.value.available_bytes == budget[tier]
     else:
-        plan = planned(instance)
+        plan = instance.planned()
         expect_legal(plan, instance.trace, instance.layout, instance.machine)
-        peak = simulate(plan, instance.trace, instance.layout, instance.machine).peak
+        peak = simulate(plan, instance.trace).peak
         assert all(peak[tier.label] <= nbytes for tier, nbytes in instance.machine.budget.items())
 
 
@@ -107,30 +92,24 @@ def test_lower_tiers_are_never_overfull_either(instance: Instance) -> None:
 @given(instance=instances(), policy=policies)
 def test_the_same_input_gives_the_same_plan(instance: Instance, policy: str) -> None:
     try:
-        plan = planned(instance, policy)
+        plan = instance.planned(policy)
     except BudgetError:
         return
-    assert planned(instance, policy) == plan
+    assert instance.planned(policy) == plan
 
 
 @some
 @given(instance=paging())
 def test_next_use_fetches_as_little_as_any_choice_could_and_never_more_than_lru(instance: Instance) -> None:
     fewest = fewest_fetches(instance)
-    assert fetches(planned(instance)) == fewest
-    assert fetches(planned(instance, "lru")) >= fewest
-
-
-@few
-@given(instance=paging(units_at_most=9, most_moments=30))
-def test_next_use_never_fetches_more_than_lru(instance: Instance) -> None:
-    assert fetches(planned(instance)) <= fetches(planned(instance, "lru"))
+    assert fetches(instance.planned()) == fewest
+    assert fetches(instance.planned("lru")) >= fewest
 
 
 def test_lru_does_fetch_more_where_units_are_used_in_turn() -> None:
     layout, trace = layout_of(1, 1, 1), trace_of(*["c0.weight", "c1.weight", "c2.weight"] * 3)
     instance = Instance(layout, trace, host_over_disk(2), resting(layout))
-    assert (fetches(planned(instance)), fetches(planned(instance, "lru"))) == (6, 9)
+    assert (fetches(instance.planned()), fetches(instance.planned("lru"))) == (6, 9)
 
 
 def test_a_plan_reads_as_expected() -> None:
@@ -151,7 +130,7 @@ def test_space_that_activations_take_is_given_up_before_it_is_missed() -> None:
     trace = trace_of("c0.weight c1.weight c2.weight", "c2.weight", "c2.weight", nonmodel=[0, 2 * SLOT_BYTES, 0])
     plan = make_plan(trace, layout=layout, machine=host_over_disk(3), start=resting(layout))
     assert before_each_moment(plan)[1:] == ["c0.weight H!, c1.weight H!", ""]
-    assert simulate(plan, trace, layout, host_over_disk(3)).slots == (3, 1, 1)
+    assert simulate(plan, trace).slots == (3, 1, 1)
 
 
 def test_a_start_above_the_first_moments_capacity_is_evicted_first() -> None:

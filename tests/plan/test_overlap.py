@@ -23,6 +23,7 @@ from tests.plan.builders import (
     PLENTY,
     SLOT_BYTES,
     Instance,
+    before_each_moment,
     device_over_host,
     expect_legal,
     host_over_disk,
@@ -51,7 +52,7 @@ def overlapped(
     state = state_of(start) if start else resting(layout, planes=["weight"])
     plan = overlap(make_plan(trace, layout=layout, machine=machine, start=state), trace, moments_ahead=ahead)
     expect_legal(plan, trace, layout, machine)
-    return [", ".join(map(str, actions)) for actions in plan.moments]
+    return before_each_moment(plan)
 
 
 def test_what_has_free_slots_is_fetched_from_the_first_moment_on_in_the_order_of_use() -> None:
@@ -129,7 +130,7 @@ def test_what_is_written_on_the_host_comes_after_that() -> None:
     start = resting(layout, compute=Tier.DEVICE, home=Tier.HOST, planes=["weight"])
     plan = overlap(make_plan(trace, layout=layout, machine=machine, start=start), trace, moments_ahead=None)
     expect_legal(plan, trace, layout, machine)
-    assert [", ".join(map(str, actions)) for actions in plan.moments] == [
+    assert before_each_moment(plan) == [
         "c0.weight H>D, c1.weight H>D, c0.weight D?", "c0.weight D!", "c0.weight H>D, c1.weight D?", "c0.weight D?",
     ]  # fmt: skip
 
@@ -142,7 +143,7 @@ def on_a_device(start: str, *moments: str, device: int, host: int) -> list[str]:
     machine = Machine(Tier.DEVICE, budget)
     plan = overlap(make_plan(trace, layout=layout, machine=machine, start=state), trace, moments_ahead=None)
     expect_legal(plan, trace, layout, machine)
-    return [", ".join(map(str, actions)) for actions in plan.moments]
+    return before_each_moment(plan)
 
 
 def test_what_was_on_its_way_as_the_plan_began_is_not_dropped_before_it_has_landed() -> None:
@@ -188,13 +189,13 @@ def expect_the_same_earlier(instance: Instance, policy: str, ahead: int | None) 
     That of one unit's actions on two tiers may change: what the host and the device both have leaves either of them first.
     """
     trace, layout, machine = instance.trace, instance.layout, instance.machine
-    plan = make_plan(trace, following=instance.following, policy=policy, **instance.arguments)
+    plan = instance.planned(policy)
     early = overlap_disk(overlap(plan, trace, moments_ahead=ahead), trace, moments_ahead=ahead)
     expect_legal(early, trace, layout, machine)
     assert Counter(early.actions()) == Counter(plan.actions())
     assert by_place(early) == by_place(plan)
     assert (early.start, early.end, early.frees) == (plan.start, plan.end, plan.frees)
-    before, after = (simulate(one, trace, layout, machine) for one in (plan, early))
+    before, after = (simulate(one, trace) for one in (plan, early))
     assert after.moved == before.moved
     assert all(after.peak[tier.label] <= max(machine.budget[tier], before.peak[tier.label]) for tier in machine.budget)
     for issue, need in zip(_issues(early), _issues(plan), strict=True):

@@ -13,7 +13,17 @@ from patrickstar.plan.overlap_disk import overlap_disk
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import gradients_freed, on_tiers
 from patrickstar.plan.weave import weave
-from tests.plan.builders import PLENTY, SLOT_BYTES, expect_legal, layout_of, some, state_of, trace_of
+from tests.plan.builders import (
+    PLENTY,
+    SLOT_BYTES,
+    before_each_moment,
+    expect_legal,
+    layout_of,
+    legal_plan,
+    some,
+    state_of,
+    trace_of,
+)
 from tests.plan.test_weave import FP32_PLANES, updates_of
 
 
@@ -29,7 +39,7 @@ def overlapped(
     plan = make_plan(trace, layout=layout, machine=machine, start=state)
     early = overlap_disk(plan, trace, moments_ahead=ahead)
     expect_legal(early, trace, layout, machine)
-    return [", ".join(map(str, actions)) for actions in early.moments]
+    return before_each_moment(early)
 
 
 AWAY = "c0.weight away, c1.weight away, c2.weight away"
@@ -116,8 +126,7 @@ def test_updates_on_the_host_have_what_they_use_until_they_are_over(
     machine, frees = Machine(Tier.DEVICE, budget), gradients_freed(trace)
     goes_down = [ref for ref in units if ref.plane == GRAD]
     for _ in range(4):
-        plan = make_plan(
+        plan = legal_plan(
             trace, layout=layout, machine=machine, start=state, frees=frees, prefetch=ahead, goes_down=goes_down
         )
-        expect_legal(plan, trace, layout, machine)
         state = Residency.of(plan.end)

@@ -39,11 +39,10 @@ PLAN = make_plan(
 @few
 @given(instance=tight_instances())
 def test_a_plan_parses_back(instance: Instance) -> None:
-    plan = make_plan(instance.trace, following=instance.following, **instance.arguments)
+    plan = instance.planned()
     parsed = Plan.parse(str(plan))
     assert parsed == plan
     assert parsed.digest() == plan.digest()
-    assert plan.diff(parsed) == []
 
 
 def test_a_plan_prints_as() -> None:
@@ -64,32 +63,9 @@ def test_a_plan_prints_as() -> None:
     )
 
 
-def test_a_diff_names_what_differs() -> None:
-    roomier = make_plan(
-        TRACE,
-        layout=LAYOUT,
-        machine=host_over_disk(4),
-        start=resting(LAYOUT, free=LAYOUT.units(["grad"])),
-        policy="lru",
-    )
-    assert PLAN.diff(roomier) == [
-        "- policy next-use",
-        "+ policy lru",
-        "- machine H: H=128 K=1099511627776",
-        "+ machine H: H=256 K=1099511627776",
-        "- moment 2: c0.grad H!, c0.weight H!, c1.weight K>H x2, c1.weight H?",
-        "+ moment 2: c1.weight K>H x2, c1.weight H?",
-        "- frees c0.grad after 1",
-        "+ frees nothing",
-        f"- end {PLAN.end}",
-        f"+ end {roomier.end}",
-    ]
-
-
 def test_plans_that_differ_in_one_wait_have_other_digests() -> None:
     other = replace(PLAN, moments=(PLAN.moments[0][:-1], *PLAN.moments[1:]))
     assert other.digest() != PLAN.digest()
-    assert len(PLAN.diff(other)) == 2
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_what_is_there_at_the_end_was_there_at_the_beginning_or_has_just_been_us
     except BudgetError:
         return
     expect_legal(plan, instance.trace, instance.layout, instance.machine)
-    peak = simulate(plan, instance.trace, instance.layout, instance.machine).peak
+    peak = simulate(plan, instance.trace).peak
     at_start = {
         tier.label: (start.slots_resting[tier] + used) * start.slot_bytes for tier, used in start.slots_used.items()
     }
@@ -85,7 +85,7 @@ def test_after_some_plans_the_next_repeat_themselves_at_the_same_price() -> None
     assert len({plan.digest() for plan in settled[3:]}) == 1
 
     def fetched(plan: Plan) -> int:
-        return simulate(plan, instance.trace, instance.layout, instance.machine).moved["K>H"]
+        return simulate(plan, instance.trace).moved["K>H"]
 
     assert fetched(settled[-1]) == fetched(free[-1])
 

@@ -32,8 +32,8 @@ TRACE = trace_of("c0.weight*", "c1.weight", nonmodel=[1, 2])
 @some
 @given(instance=tight_instances(), policy=st.sampled_from(["next-use", "lru"]))
 def test_peaks_and_moves_are_those_of_a_replay_of_the_text(instance: Instance, policy: str) -> None:
-    plan = make_plan(instance.trace, policy=policy, following=instance.following, **instance.arguments)
-    simulation = simulate(plan, instance.trace, instance.layout, instance.machine)
+    plan = instance.planned(policy)
+    simulation = simulate(plan, instance.trace)
     curve, moves, peaks = replay(plan, instance.machine, instance.trace)
     assert list(simulation.per_moment) == curve
     assert list(simulation.moved_by_moment) == moves
@@ -44,21 +44,11 @@ def test_peaks_and_moves_are_those_of_a_replay_of_the_text(instance: Instance, p
     assert [n * SLOT_BYTES + rest for n, rest in zip(simulation.slots, nonmodel, strict=True)] == curve
 
 
-def test_a_host_over_a_disk() -> None:
-    plan = make_plan(
-        TRACE, layout=LAYOUT, machine=host_over_disk(2, nonmodel=2), start=resting(LAYOUT, planes=["weight"])
-    )
-    simulation = simulate(plan, TRACE, LAYOUT, host_over_disk(2))
-    assert simulation.per_moment == (1 * SLOT_BYTES + 1, 2 * SLOT_BYTES + 2)
-    assert simulation.peak == {"device": 0, "host": 2 * SLOT_BYTES + 2, "disk": 3 * SLOT_BYTES}
-    assert simulation.moved == {"H>D": 0, "D>H": 0, "H>K": 1 * SLOT_BYTES, "K>H": 3 * SLOT_BYTES}
-
-
 def test_what_passes_through_the_host_counts_there_and_on_both_links() -> None:
     start = resting(LAYOUT, compute=Tier.DEVICE, planes=["weight"])
     trace = trace_of("c0.weight*", "c1.weight")
     plan = make_plan(trace, layout=LAYOUT, machine=device_over_host(2), start=start)
-    simulation = simulate(plan, trace, LAYOUT, device_over_host(2))
+    simulation = simulate(plan, trace)
     assert simulation.peak == {"device": 2 * SLOT_BYTES, "host": 3 * SLOT_BYTES, "disk": 3 * SLOT_BYTES}
     assert simulation.moved == {link: n * SLOT_BYTES for link, n in {"H>D": 3, "D>H": 1, "H>K": 0, "K>H": 3}.items()}
 
@@ -67,4 +57,4 @@ def test_an_illegal_plan_is_not_simulated() -> None:
     plan = make_plan(TRACE, layout=LAYOUT, machine=host_over_disk(2, nonmodel=2), start=resting(LAYOUT))
     spoiled = replace(plan, moments=(plan.moments[0], plan.moments[1][2:]))  # no write-back before the drop
     with pytest.raises(InvariantError, match=r"^\(4\) c0.weight H!"):
-        simulate(spoiled, TRACE, LAYOUT, host_over_disk(3))
+        simulate(spoiled, TRACE)

@@ -9,7 +9,7 @@ import pytest
 from patrickstar.core.formats import FP32, SessionFormats, bf16_formats
 from patrickstar.core.layout import Layout, TensorSpec, build_layout
 from patrickstar.core.planes import GradientUse
-from patrickstar.core.trace import Phase, Touch
+from patrickstar.core.trace import Touch
 from patrickstar.plan.touches import Touches, UseCounts, gradients_freed, master_touches, norm_trace, step_trace
 from tests.plan.builders import CHUNK_NUMEL, unit
 
@@ -42,11 +42,6 @@ def texts(found: Collection[Touch]) -> str:
 
 def moments_of(rule: Touches, label: str) -> list[str]:
     return [texts(found) for _, found in rule.gradient(label)]
-
-
-def test_a_backward_that_reads_what_was_saved_touches_a_weight() -> None:
-    rule = touches(GradientUse.CHUNK)
-    assert rule.unpack(unit("c0.weight")) == (Phase.BACKWARD, (Touch(unit("c0.weight")),))
 
 
 def test_a_gradient_that_is_kept_is_written_in_its_plane_chunk_by_chunk() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -22,15 +23,23 @@ from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import gradients_freed, on_tiers, step_trace
 from patrickstar.plan.weave import needs_before, own_moments, weave
-from tests.plan.builders import PLENTY, SLOT_BYTES, expect_legal, layout_of, some, trace_of
+from tests.plan.builders import (
+    PLENTY,
+    SLOT_BYTES,
+    before_each_moment,
+    expect_legal,
+    layout_of,
+    legal_plan,
+    resting,
+    some,
+    trace_of,
+)
 
 Woven = tuple[Layout, Machine, Residency, Trace, Trace]
 FP32_PLANES = (WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ)
 
 
-def at_rest(layout: Layout, *, compute: Tier = Tier.HOST, home: Tier = Tier.DISK) -> Residency:
-    homes = dict.fromkeys(layout.units(FP32_PLANES), home)
-    return Residency.at_rest(layout, compute=compute, home=homes, formats=FP32)
+at_rest = partial(resting, planes=FP32_PLANES)
 
 
 def on_a_device(*sizes: int, slots: int = 9) -> tuple[Layout, Machine, Residency]:
@@ -199,8 +208,7 @@ def after_an_update(*moments: str) -> tuple[Plan, Trace, Layout, Machine]:
     layout = layout_of(1, 1)
     machine = Machine(Tier.HOST, {Tier.HOST: 20 * SLOT_BYTES, Tier.DISK: PLENTY})
     trace = Trace((*updates_of(layout, ["p0"]).moments, *trace_of(*moments).moments))
-    plan = make_plan(trace, layout=layout, machine=machine, start=at_rest(layout), prefetch=None)
-    expect_legal(plan, trace, layout, machine)
+    plan = legal_plan(trace, layout=layout, machine=machine, start=at_rest(layout), prefetch=None)
     return plan, trace, layout, machine
 
 
@@ -224,27 +232,14 @@ def test_an_update_that_nobody_waits_for_is_noticed_at_the_end() -> None:
     assert "(10) the end: the update of c0 was never waited for" in found
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    ["c0.weight H!", "c0.exp_avg H!", "c0.grad H!", "c0.exp_avg K?"],
-)
-def test_what_an_update_uses_neither_goes_nor_lands_before_its_wait(spoil: str) -> None:
-    layout = layout_of(1, 1)
-    state = at_rest(layout)
-    machine = Machine(Tier.HOST, {Tier.HOST: 20 * SLOT_BYTES, Tier.DISK: PLENTY})
-    trace = weave(
-        trace_of("c0.weight", "c1.weight", "c1.weight"),
-        updates_of(layout, ["p1"]),
-        state=state,
-        capacity_bytes=machine.budget[Tier.HOST],
-    )
-    plan = make_plan(trace, layout=layout, machine=machine, start=state, prefetch=None)
-    assert "c1 step@H?" in map(str, plan.moments[2])
-    early = [parse_action(text) for text in (spoil.replace("c0", "c1"),)]
-    copies = [parse_action("c1.exp_avg H>K")] if spoil.endswith("?") else []
-    moments = (*plan.moments[:2], (*copies, *early, *plan.moments[2]), *plan.moments[3:])
-    found = check(replace(plan, moments=moments), trace, layout, machine)
-    assert any(violation.startswith("(10) moment 2") for violation in found), found
+@pytest.mark.parametrize("early", ["c0.weight H!", "c0.exp_avg H!", "c0.grad H!", "c0.exp_avg H>K, c0.exp_avg K?"])
+def test_what_an_update_uses_neither_goes_nor_lands_before_its_wait(early: str) -> None:
+    plan, trace, layout, machine = after_an_update("c1.weight", "c1.weight")
+    assert wait_of(plan) == 2
+    moments = list(plan.moments)
+    moments[1] = (*map(parse_action, early.split(", ")), *moments[1])
+    found = check(replace(plan, moments=tuple(moments)), trace, layout, machine)
+    assert any(violation.startswith("(10) moment 1") for violation in found), found
 
 
 def on_host(*moments: str, ahead: int | None = None) -> list[str]:
@@ -252,9 +247,8 @@ def on_host(*moments: str, ahead: int | None = None) -> list[str]:
     layout, machine, state = on_a_device(1, 1)
     update = on_tiers(updates_of(layout, ["p0"]), {0: Tier.HOST}).moments
     trace = Trace((*trace_of(*moments).moments, *update, *trace_of("c0.weight").moments))
-    plan = make_plan(trace, layout=layout, machine=machine, start=state, prefetch=ahead)
-    expect_legal(plan, trace, layout, machine)
-    return [", ".join(map(str, actions)) for actions in plan.moments]
+    plan = legal_plan(trace, layout=layout, machine=machine, start=state, prefetch=ahead)
+    return before_each_moment(plan)
 
 
 def test_a_gradient_goes_down_early_and_not_before_it_is_complete() -> None:
@@ -286,8 +280,7 @@ def test_updates_of_a_run_do_not_wait_for_each_other() -> None:
     grads = trace_of("c0.grad* c1.grad* c2.grad*", "c3.weight")
     trace = Trace((*grads.moments, *updates.moments, *trace_of("c3.weight", "c0.weight").moments))
     frees = [(len(grads) + chunk, PlaneRef(chunk, GRAD)) for chunk in range(3)]
-    plan = make_plan(trace, layout=layout, machine=machine, start=state, prefetch=None, frees=frees)
-    expect_legal(plan, trace, layout, machine)
+    plan = legal_plan(trace, layout=layout, machine=machine, start=state, prefetch=None, frees=frees)
     *_, before, last = (list(map(str, actions)) for actions in plan.moments)
     assert {f"c{chunk} step@H?" for chunk in range(3)} <= set(last)
     assert "c0.weight H>D x3" in before
@@ -300,8 +293,7 @@ def test_a_gradient_that_will_be_used_below_begins_to_go_there_before_the_end(
 ) -> None:
     layout, machine, state = on_a_device(1, 1)
     trace, gradient = trace_of("c0.grad*", "c1.weight", "c1.weight", "c0.weight"), PlaneRef(0, GRAD)
-    plan = make_plan(trace, layout=layout, machine=machine, start=state, prefetch=ahead, goes_down=[gradient])
-    expect_legal(plan, trace, layout, machine)
+    plan = legal_plan(trace, layout=layout, machine=machine, start=state, prefetch=ahead, goes_down=[gradient])
     issued = [index for index, actions in enumerate(plan.moments) if "c0.grad D>H" in map(str, actions)]
     assert issued == ([] if at is None else [at])
     assert dict(plan.end.in_flight) == ({} if at is None else {gradient: (Tier.DEVICE, Tier.HOST)})
@@ -310,8 +302,7 @@ def test_a_gradient_that_will_be_used_below_begins_to_go_there_before_the_end(
 def test_what_is_held_until_the_end_does_not_begin_to_go_down() -> None:
     layout, machine, state = on_a_device(1, 1)
     trace, gradient = trace_of("c0.grad*", "c1.weight held c0.grad"), PlaneRef(0, GRAD)
-    plan = make_plan(trace, layout=layout, machine=machine, start=state, prefetch=None, goes_down=[gradient])
-    expect_legal(plan, trace, layout, machine)
+    plan = legal_plan(trace, layout=layout, machine=machine, start=state, prefetch=None, goes_down=[gradient])
     assert not plan.end.in_flight
 
 
@@ -319,8 +310,7 @@ def test_a_gradient_on_its_way_has_the_last_contents() -> None:
     layout, machine, state = on_a_device(1, 1)
     update = on_tiers(updates_of(layout, ["p0"]), {0: Tier.HOST}).moments
     trace = Trace((*trace_of("c0.grad*", "c0.grad*").moments, *update, *trace_of("c1.weight").moments))
-    plan = make_plan(trace, layout=layout, machine=machine, start=state, prefetch=None)
-    expect_legal(plan, trace, layout, machine)
+    plan = legal_plan(trace, layout=layout, machine=machine, start=state, prefetch=None)
     down = parse_action("c0.grad D>H")
     early = without(plan, down)
     early = replace(early, moments=(early.moments[0], (down, *early.moments[1]), *early.moments[2:]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,12 +15,11 @@ from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan.fit import worst_moment
-from patrickstar.plan.make import make_plan
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import update_touches
 from patrickstar.plan.update_choice import UpdateChoice, choose_places
 from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
-from tests.plan.builders import PLENTY, SLOT_BYTES, expect_legal, layout_of, some
+from tests.plan.builders import PLENTY, SLOT_BYTES, layout_of, legal_plan, some
 
 PLANES = (WEIGHT, EXP_AVG, EXP_AVG_SQ)
 
@@ -49,12 +49,15 @@ def told(found: WholeChunks | None) -> list[str]:
     return texts
 
 
-def whole(layout: Layout, *moments: Moment, slots: int, state: Residency | None = None) -> WholeChunks | None:
+def whole(
+    layout: Layout, *moments: Moment, slots: int, state: Residency | None = None, **others: Any
+) -> WholeChunks | None:
     return update_whole_chunks(
         Trace(moments),
         state=state or at_rest(layout),
         slots_of_gradient=lambda chunk: 1,
         capacity_bytes=slots * SLOT_BYTES,
+        **others,
     )
 
 
@@ -176,8 +179,9 @@ def test_the_plan_of_what_is_updated_whole_keeps_every_invariant_within_the_budg
     )
     state.grow(found.homes, found.slots)
     for _ in range(2):
-        plan = make_plan(found.trace, layout=layout, machine=machine, start=state, frees=found.frees, prefetch=prefetch)
-        expect_legal(plan, found.trace, layout, machine)
+        plan = legal_plan(
+            found.trace, layout=layout, machine=machine, start=state, frees=found.frees, prefetch=prefetch
+        )
         state = Residency.of(plan.end)
 
 
@@ -187,19 +191,11 @@ def test_what_is_held_after_its_last_gradient_is_updated_where_it_is() -> None:
     moments = (arrival(1, layout), use(0, held=held), arrival(0, layout))
     state = at_rest(layout, Tier.DEVICE)
     machine = Machine(Tier.DEVICE, {Tier.DEVICE: 100 * SLOT_BYTES, Tier.HOST: PLENTY})
-    choice = UpdateChoice(tier=lambda chunk: Tier.HOST)
-    found = update_whole_chunks(
-        Trace(moments),
-        state=state,
-        slots_of_gradient=lambda chunk: 1,
-        capacity_bytes=100 * SLOT_BYTES,
-        choose_places=partial(choose_places, machine=machine, peak_bytes=0, choice=choice),
-    )
+    on_host = partial(choose_places, machine=machine, peak_bytes=0, choice=UpdateChoice(tier=lambda chunk: Tier.HOST))
+    found = whole(layout, *moments, slots=100, state=state, choose_places=on_host)
     assert found is not None
-    assert {moment.updates: moment.update_tier for moment in found.trace.moments if moment.updates is not None} == {
-        1: None,
-        0: Tier.HOST,
-    }
+    updates = {moment.updates: moment.update_tier for moment in found.trace.moments if moment.updates is not None}
+    assert updates == {1: None, 0: Tier.HOST}
     assert found.homes == {PlaneRef(1, GRAD): Tier.DEVICE, PlaneRef(0, GRAD): Tier.HOST}
 
 

@@ -15,7 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import patrickstar
+from patrickstar import BudgetError
+from patrickstar.core.planes import STEP
 from patrickstar.memory.links import MakeLane
+from patrickstar.plan.actions import Issue, Wait
+from patrickstar.plan.plan import Plan
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.testing.inside import manage_inside
 from patrickstar.tracing.seen_operations import nobody_sees
@@ -318,6 +322,32 @@ def expect_bits(want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> None:
 def is_ordinary(model: nn.Module) -> bool:
     """Whether no parameter is a session's."""
     return all(type(parameter) is nn.Parameter for parameter in model.parameters())
+
+
+def in_the_smallest(
+    begin: Callable[[int], Any], nbytes: int = 4096, *, spare: int = 0
+) -> tuple[Any, list[BudgetError]]:
+    """What `begin` gives in the first budget that is enough, from so many bytes on; and the refusals, each of which names the next."""
+    refusals: list[BudgetError] = []
+    for _ in range(20):
+        try:
+            return begin(nbytes), refusals
+        except BudgetError as refusal:
+            assert refusal.smallest_bytes is not None
+            assert refusal.smallest_bytes + spare > nbytes, str(refusal)
+            refusals.append(refusal.with_traceback(None))  # whose frames would keep a session
+            nbytes = refusal.smallest_bytes + spare
+    raise AssertionError(f"still refused after {[refusal.smallest_bytes for refusal in refusals]}")
+
+
+def update_moments(plan: Plan) -> tuple[dict[int, int], dict[int, int]]:
+    """The moments in which the update of each chunk is issued and waited for."""
+    begins, ends = dict[int, int](), dict[int, int]()
+    for index, actions in enumerate(plan.moments):
+        for action in actions:
+            if isinstance(action, Issue | Wait) and action.of.plane == STEP:
+                (begins if isinstance(action, Issue) else ends)[action.of.chunk] = index
+    return begins, ends
 
 
 def store_of(session: patrickstar.Session) -> Any:

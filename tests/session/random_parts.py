@@ -103,10 +103,7 @@ BLOCKS: dict[str, tuple[Callable[[nn.Linear], dict[str, Any]], Callable[[Any, Te
     "lstm": (lambda _: {"a": nn.LSTM(W, W, batch_first=True)}, lambda m, x: m.a(x)[0]),
     "gru": (lambda _: {"a": nn.GRU(W, W, bidirectional=True)}, lambda m, x: m.a(x)[0][..., W // 2 : -W // 2]),
     "attention": (lambda _: {"a": nn.MultiheadAttention(W, 2)}, lambda m, x: m.a(x, x, x, need_weights=False)[0]),
-    "encoder": (
-        lambda _: {"a": nn.TransformerEncoderLayer(W, 2, W, batch_first=True)},
-        lambda m, x: m.a(x),
-    ),
+    "encoder": (lambda _: {"a": nn.TransformerEncoderLayer(W, 2, W, batch_first=True)}, lambda m, x: m.a(x)),
     "tied": (lambda s: {"a": _with(nn.Linear(W, W), weight=s.weight)}, lambda m, x: m.a(x)),
     "tied, transposed": (lambda s: {"w": s.weight}, lambda m, x: x @ m.w),
     "shared": (lambda s: {"a": s}, lambda m, x: m.a(m.a(x).tanh())),

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-import patrickstar
 from patrickstar import StateError
 from patrickstar.tracing.seen_operations import shown_to
 from tests.parity.compare import same_bits
@@ -27,7 +26,6 @@ from tests.session.builders import (
     loss_of,
     managed,
     mlp,
-    options,
     store_of,
     tiny_gpt2,
     train,
@@ -40,38 +38,24 @@ def replace_one(model: nn.Module) -> None:
     model[0].weight = nn.Parameter(torch.ones(32, 32))
 
 
-def replace_a_layer(model: nn.Module) -> None:
-    model[4] = nn.Linear(32, 32)
+REPLACED: dict[str, Callable[[nn.Module], Any]] = {
+    "a parameter": replace_one,
+    "a layer": lambda model: model.__setitem__(4, nn.Linear(32, 32)),
+    "one more": lambda model: model.append(nn.Linear(32, 32)),
+    "one less": lambda model: model.__delitem__(10),
+    "no bias": lambda model: model[2].register_parameter("bias", None),
+    "tied": lambda model: setattr(model[8], "weight", model[2].weight),
+    "moved to meta": lambda model: model.to("meta"),  # where another kind of tensor takes the place of each
+    "loaded by assignment": lambda model: model.load_state_dict(mlp(9).state_dict(), assign=True),
+}
 
 
-def add_a_layer(model: nn.Module) -> None:
-    model.append(nn.Linear(32, 32))
-
-
-def remove_a_layer(model: nn.Module) -> None:
-    del model[10]
-
-
-def remove_a_bias(model: nn.Module) -> None:
-    model[2].register_parameter("bias", None)
-
-
-def tie(model: nn.Module) -> None:
-    model[8].weight = model[2].weight
-
-
-@pytest.mark.parametrize(
-    "change",
-    [replace_one, replace_a_layer, add_a_layer, remove_a_layer, remove_a_bias, tie],
-    ids=lambda change: change.__name__,
-)
-def test_parameters_that_are_replaced_are_found_by_the_next_forward(
-    make_pair: MakePair, change: Callable[[nn.Module], None]
-) -> None:
+@pytest.mark.parametrize("change", REPLACED)
+def test_parameters_that_are_replaced_are_found_by_the_next_forward(make_pair: MakePair, change: str) -> None:
     pair = make_pair()
     pair.train(1)
     with pytest.raises(StateError, match=r"manage it again|session\.close|[Cc]lose the session"):
-        change(pair.model)
+        REPLACED[change](pair.model)
         pair.model(batch())
 
 
@@ -105,27 +89,17 @@ def test_closing_after_a_replacement_gives_the_others_back(make_pair: MakePair) 
     expect_bits(want, values(pair.model))
 
 
-def test_a_model_that_is_moved_to_meta_is_found_by_the_next_forward(make_pair: MakePair) -> None:
-    """`Module.to` puts other parameters in place where the device has another kind of tensor."""
-    pair = make_pair()
-    with pytest.raises(StateError, match="manage it again"):
-        pair.model.to("meta")
-        pair.model(batch())
-
-
 def assigning(value: torch.Tensor) -> Callable[[nn.Module], None]:
     return lambda model: setattr(model[0].weight, "data", value)
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
-    "a parametrization": (
-        lambda model: nn.utils.parametrizations.weight_norm(model[2]),
-        "Parameter",
-    ),
+    "a parametrization": (lambda model: nn.utils.parametrizations.weight_norm(model[2]), "Parameter"),
     "bf16": (lambda model: model.to(torch.bfloat16), r"manage\(\)"),
     "fp64": (lambda model: model.double(), r"manage\(\)"),
     "fp16": (lambda model: model.half(), r"manage\(\)"),
     "one layer": (lambda model: model[2].to(torch.float64), r"manage\(\)"),
+    "a swap": (lambda model: torch.utils.swap_tensors(model[0].weight, mlp()[0].weight), "swap|session"),
     "data of another shape": (assigning(torch.ones(8, 8)), r"session\.write"),
     "data of another type": (assigning(torch.ones(32, 32, dtype=torch.float64)), r"session\.write"),
     "data on another device": (assigning(torch.ones(32, 32, device="meta")), r"session\.write"),
@@ -141,14 +115,6 @@ def test_what_a_session_cannot_keep_is_refused_and_all_is_as_before(
     with pytest.raises((StateError, RuntimeError), match=says):
         change(pair.model)
     pair.train_same(1, first=1)
-
-
-def test_a_tensor_that_is_swapped_in_is_refused_or_found_by_the_next_forward(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.train(1)
-    with pytest.raises((StateError, RuntimeError)):
-        torch.utils.swap_tensors(pair.model[0].weight, nn.Parameter(torch.ones(32, 32)))
-        pair.model(batch())
 
 
 def test_resized_embeddings_of_transformers_are_refused() -> None:
@@ -190,12 +156,24 @@ def test_a_call_after_close_is_a_state_error(make_pair: MakePair, call: str, tmp
     expect_bits(before, values(pair.model))
 
 
-def test_a_lazy_state_dict_that_outlives_the_session_is_a_state_error(make_pair: MakePair) -> None:
+KEPT: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "a lazy state dict": (lambda pair: pair.session.state_dict(), lambda kept: kept["0.weight"]),
+    "a gradient": (lambda pair: pair.model[0].weight.grad, torch.sum),
+    "the optimizer": (lambda pair: pair.optimizer, lambda kept: kept.state),
+    "its state": (lambda pair: pair.optimizer.state, len),
+    "an average": (lambda pair: pair.optimizer.state[pair.model[0].weight]["exp_avg"], torch.sum),
+}
+
+
+@pytest.mark.parametrize(("keep", "use"), KEPT.values(), ids=KEPT)
+def test_what_outlives_the_session_is_a_state_error_when_it_is_used(make_pair: MakePair, keep: Any, use: Any) -> None:
     pair = make_pair()
-    held = pair.session.state_dict()
+    pair.train(1)
+    backward(pair.model)
+    kept = keep(pair)
     pair.session.close()
     with pytest.raises(StateError, match="closed"):
-        held["0.weight"]
+        use(kept)
 
 
 def test_closing_twice_does_nothing(make_pair: MakePair) -> None:
@@ -234,21 +212,12 @@ def test_close_gives_back_ordinary_parameters_with_the_current_weights(make_pair
     assert all(not p._post_accumulate_grad_hooks for p in pair.model.parameters())
 
 
-def test_after_close_the_model_is_trained_by_plain_pytorch(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.train(1)
-    pair.session.close()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (pair.plain, pair.model)]
-    want, got = (train(model, o) for model, o in zip((pair.plain, pair.model), optimizers, strict=True))
-    assert same_bits(want, got)
-
-
 def test_after_close_the_model_is_managed_again(make_pair: MakePair) -> None:
     pair = make_pair()
     pair.train(2)
     pair.session.close()
     oracle = adamw(pair.plain)
-    with patrickstar.manage(pair.model, adamw(pair.model), options=options(), **EMULATED) as session:
+    with managed(pair.model, **EMULATED) as session:
         for number in range(2):
             assert same_bits(train_step(pair.plain, oracle, number), train_step(pair.model, session.optimizer, number))
 

@@ -14,8 +14,11 @@ from torch import nn
 import patrickstar
 from patrickstar import BudgetError
 from patrickstar.config.arguments import check_arguments
+from patrickstar.optim.choose import choose_kernels
 from patrickstar.session.forecast import forecast
-from patrickstar.step.budgets import find_budgets
+from patrickstar.session.smallest import smallest_budgets
+from patrickstar.session.start import set_up
+from patrickstar.step.budgets import find_budgets, find_resources
 from patrickstar.units import MIB
 from tests.session.builders import (
     EMULATED,
@@ -32,6 +35,7 @@ from tests.session.builders import (
     everything,
     expect_bits,
     finish,
+    in_the_smallest,
     is_ordinary,
     managed,
     mlp,
@@ -42,10 +46,6 @@ from tests.session.builders import (
 )
 
 
-def manage(model: nn.Module, **keywords: Any) -> patrickstar.Session:
-    return managed(model, **keywords)
-
-
 def limited(tier: str, nbytes: int, disk: Path) -> dict[str, Any]:
     if tier == "device":
         return {"device": "emulated", "device_memory": nbytes}
@@ -54,20 +54,16 @@ def limited(tier: str, nbytes: int, disk: Path) -> dict[str, Any]:
 
 def least_that_runs(tier: str, disk: Path) -> tuple[int, list[BudgetError]]:
     """Follows the refusals from next to nothing to the budget in which two steps run."""
-    nbytes, refusals = 4096, []
-    for _ in range(6):
+
+    def run(nbytes: int) -> int:
         model = WithLoss()
-        try:
-            with manage(model, **limited(tier, nbytes, disk)) as session:
-                for number in range(2):
-                    step_with_loss(model, session.optimizer, number)
-                session.stats()
-            return nbytes, refusals
-        except BudgetError as refusal:
-            refusals.append(refusal)
-            assert refusal.smallest_bytes > nbytes
-            nbytes = refusal.smallest_bytes
-    raise AssertionError(f"still refused after {[r.smallest_bytes for r in refusals]}")
+        with managed(model, **limited(tier, nbytes, disk)) as session:
+            for number in range(2):
+                step_with_loss(model, session.optimizer, number)
+            session.stats()
+        return nbytes
+
+    return in_the_smallest(run)
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
@@ -100,7 +96,7 @@ def test_the_smallest_budget_named_runs_and_nine_tenths_of_it_are_refused_before
     before = values(model)
     session = None
     with pytest.raises(BudgetError) as refusal:
-        session = manage(model, **limited(tier, smallest * 9 // 10, tmp_path / "disk"))
+        session = managed(model, **limited(tier, smallest * 9 // 10, tmp_path / "disk"))
         model(batch())
     assert refusal.value.smallest_bytes == smallest
     assert refusal.value.needed_bytes > refusal.value.available_bytes == smallest * 9 // 10
@@ -167,6 +163,22 @@ def test_from_the_floor_on_the_smallest_budget_holds_the_fixed_costs_and_is_name
     assert 48 * MIB < error.fixed_bytes <= 48 * MIB + smallest // 100
 
 
+@pytest.mark.parametrize(("rows", "has_disk"), [(4, False), (1 << 18, True)], ids=["host alone", "with fixed costs"])
+def test_the_budget_that_is_named_before_any_is_tried_fits_and_a_byte_less_does_not(
+    rows: int, has_disk: bool, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"device": "cpu", "precision": "fp32", "options": options()}
+    given |= {"disk": tmp_path / "disk"} if has_disk else {}
+    foreseen = lambda nbytes: forecast(WithLoss(), {"x": batch(rows=rows)}, host_memory=nbytes, **given)
+    too_little = 280 * MIB if has_disk else 4096
+    memory, model = check_arguments(host_memory=too_little, **given), WithLoss()
+    named = dict(model.named_parameters())
+    setup = set_up(model, named, memory, find_resources(memory), find_passes=choose_kernels)
+    smallest = smallest_budgets(setup, foreseen(too_little).traces)["host"]
+    assert smallest > too_little
+    assert (foreseen(smallest).fits, foreseen(smallest - 1).fits) == (True, False)
+
+
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_a_budget_of_what_lies_below_that_is_too_small_names_its_tier(tier: str, tmp_path: Path) -> None:
     below: dict[str, Any] = {"device": "emulated", "device_memory": TIGHT}
@@ -175,12 +187,12 @@ def test_a_budget_of_what_lies_below_that_is_too_small_names_its_tier(tier: str,
     model = mlp()
     before = values(model)
     with pytest.raises(BudgetError) as refusal:
-        manage(model, **below, **{f"{tier}_memory": SLOT})
+        managed(model, **below, **{f"{tier}_memory": SLOT})
     assert refusal.value.tier == tier
     assert is_ordinary(model)
     expect_bits(before, values(model))
     smallest = refusal.value.smallest_bytes
-    with manage(model, **below, **{f"{tier}_memory": smallest}) as session:
+    with managed(model, **below, **{f"{tier}_memory": smallest}) as session:
         train_step(model, session.optimizer)
         assert 0 < session.stats().peak[tier] <= smallest
 
@@ -210,14 +222,11 @@ def test_a_forward_too_large_is_refused_before_anything_has_changed_and_the_sess
 
 def test_gradients_that_wait_for_their_step_survive_a_refusal(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair(WithLoss)
-    for number, (model, _) in enumerate(((pair.plain, None), (pair.model, None))):
-        model(batch(1)).backward()
-        if number:
-            with pytest.raises(BudgetError):
-                model(batch(rows=400))
-        model(batch(2)).backward()
-    pair.plain_optimizer.step()
-    pair.optimizer.step()
+    pair.each(lambda model, _: model(batch(1)).backward())
+    with pytest.raises(BudgetError):
+        pair.model(batch(rows=400))
+    pair.each(lambda model, _: model(batch(2)).backward())
+    pair.step()
     pair.expect_same()
 
 
@@ -225,18 +234,15 @@ def test_gradients_that_wait_for_their_step_survive_a_refusal(make_pair: Callabl
 def test_a_loss_outside_of_the_model_has_room_or_is_refused_before_the_forward(rows: int) -> None:
     """What a forward cannot show is reserved: the arena's bound must not be what finds it out."""
     model = mlp()
-    nbytes = 4096
-    for _ in range(8):
-        try:
-            with manage(model, device="emulated", device_memory=nbytes) as session:
-                backward(model, rows=rows)
-                session.optimizer.step()
-                session.stats()
-            return
-        except BudgetError as refusal:
-            assert "exceeded" not in str(refusal), f"{nbytes} bytes were accepted, and then: {refusal}"
-            nbytes = refusal.smallest_bytes
-    raise AssertionError("still refused")
+
+    def run(nbytes: int) -> None:
+        with managed(model, device="emulated", device_memory=nbytes) as session:
+            backward(model, rows=rows)
+            session.optimizer.step()
+            session.stats()
+
+    _, refusals = in_the_smallest(run)
+    assert not any("exceeded" in str(refusal) for refusal in refusals), refusals
 
 
 def test_the_budget_is_never_exceeded_on_the_emulated_device(make_pair: Callable[..., Pair]) -> None:
@@ -319,7 +325,7 @@ def test_chunks_leave_for_memory_that_no_forecast_saw(make_pair: Callable[..., P
 
 def test_messages_go_through_the_logger(caplog: pytest.LogCaptureFixture) -> None:
     model = mlp()
-    with caplog.at_level(logging.INFO, logger="patrickstar"), manage(model, **EMULATED):
+    with caplog.at_level(logging.INFO, logger="patrickstar"), managed(model, **EMULATED):
         pass
     assert any("chunks of" in record.getMessage() for record in caplog.records)
     assert {record.name for record in caplog.records} == {"patrickstar"}

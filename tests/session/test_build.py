@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
 from patrickstar.config.arguments import check_arguments
 from patrickstar.core.machine import LINKS, Tier
@@ -18,17 +18,13 @@ from patrickstar.session.parts import Parts
 from patrickstar.session.start import Setup, set_up
 from patrickstar.step.budgets import find_resources
 from tests.parity.compare import same_bits
-from tests.session.builders import MACHINES, adamw, batch, mlp, options, train
+from tests.session.builders import MACHINES, adamw, batch, mlp, options, train, values
 
 
 def ground(model: nn.Module, machine: str, disk: Path) -> Setup:
     memory = check_arguments(options=options(), **MACHINES[machine](disk))
     named = dict(model.named_parameters())
     return set_up(model, named, memory, find_resources(memory), find_passes=choose_kernels)
-
-
-def values(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -165,42 +165,6 @@ def test_a_checkpoint_before_the_first_step(make_pair: MakePair, tmp_path: Path)
     assert_same(first.plain, first.plain_optimizer, second.session)
 
 
-def test_groups_come_back_as_they_were(make_pair: MakePair, tmp_path: Path) -> None:
-    pair = make_pair()
-    pair.original.param_groups[0]["lr"] = 0.125
-    pair.original.param_groups[0]["betas"] = (0.3, 0.4)
-    pair.session.save_checkpoint(tmp_path)
-    other = make_pair()
-    other.session.load_checkpoint(tmp_path)
-    group = other.original.param_groups[0]
-    assert (group["lr"], group["betas"]) == (0.125, (0.3, 0.4))
-    assert group["params"][0] is next(iter(other.model.parameters()))
-
-
-def test_extra_takes_json_tensors_and_objects_with_state_dict(make_pair: MakePair, tmp_path: Path) -> None:
-    class Loader:
-        def state_dict(self) -> dict[str, Any]:
-            return {"position": 3, "order": torch.arange(4)}
-
-    pair = make_pair()
-    given = {"name": "x", "none": None, "list": [1, 2.5, True], "tensor": torch.ones(2, 2), "loader": Loader()}
-    pair.session.save_checkpoint(tmp_path, extra=given)
-    got = pair.session.load_checkpoint(tmp_path)
-    assert (got["name"], got["none"], got["list"]) == ("x", None, [1, 2.5, True])
-    assert same_bits(got["tensor"], torch.ones(2, 2))
-    assert got["loader"]["position"] == 3
-    assert got["loader"]["order"].tolist() == [0, 1, 2, 3]
-    pair.session.save_checkpoint(tmp_path)
-    assert not pair.session.load_checkpoint(tmp_path)
-
-
-def test_extra_that_cannot_be_saved_is_refused_by_name_and_writes_nothing(make_pair: MakePair, tmp_path: Path) -> None:
-    pair = make_pair()
-    with pytest.raises(CheckpointError, match="thing"):
-        pair.session.save_checkpoint(tmp_path / "run", extra={"thing": object()})
-    assert not list(tmp_path.rglob("step-*"))
-
-
 def test_saving_in_the_background_is_not_there_yet(make_pair: MakePair, tmp_path: Path) -> None:
     pair = make_pair()
     with pytest.raises(ConfigError, match="wait"):
@@ -278,15 +242,6 @@ def test_damage_is_found_before_anything_has_changed(saved: tuple[Pair, Path], d
         file.write_bytes(before)
     DAMAGE[damage](max(files_of(path), key=lambda file: file.stat().st_size))
     expect_refused(pair, path)
-
-
-def test_a_directory_without_a_checkpoint_is_refused(saved: tuple[Pair, Path], tmp_path: Path) -> None:
-    pair, _ = saved
-    (tmp_path / "empty").mkdir()
-    for directory in (tmp_path / "empty", tmp_path / "nowhere"):
-        with pytest.raises(CheckpointError, match=directory.name):
-            pair.session.load_checkpoint(directory)
-    pair.expect_same()
 
 
 def grouped(*at: int) -> Callable[[nn.Module], Any]:

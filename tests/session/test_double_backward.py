@@ -25,13 +25,17 @@ from tests.session.builders import (
     machine_with,
     mlp,
     seeded,
-    train_step,
 )
 
 Step = Callable[..., Tensor]
 
 ROOM = 7 * SLOT
 """Bytes for three of the twenty-four slots of model data, beside a graph of gradients: one that kept its weights in use would need six for these."""
+
+
+@pytest.fixture(params=MACHINES)
+def machine(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    return machine_with(request.param, ROOM, tmp_path / "disk")
 
 
 def penalised_step(model: nn.Module, optimizer: Any, number: int = 0) -> Tensor:
@@ -71,30 +75,23 @@ class Recomputed(nn.Module):
         return x
 
 
-def run(pair: Pair, step: Step, numbers: range) -> None:
-    for number in numbers:
-        pair.same(step, number)
-    pair.expect_same()
-
-
 def counts(pair: Pair) -> tuple[int, int]:
     stats = pair.session.stats()
     return stats.planned_steps, stats.reactive_steps
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("tiers", MACHINES)
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
 def test_a_gradient_penalty_is_planned_from_its_second_step_on(
-    make_pair: MakePair, tmp_path: Path, tiers: str, step: str
+    make_pair: MakePair, machine: dict[str, Any], step: str
 ) -> None:
-    pair = make_pair(step=step, **machine_with(tiers, ROOM, tmp_path / "disk"))
-    run(pair, penalised_step, range(1))
+    pair = make_pair(step=step, **machine)
+    pair.train_same(1, by=penalised_step)
     assert counts(pair) == (0, 1)
     assert "create_graph=True" in pair.session.stats().reason
-    run(pair, penalised_step, range(1, 2))
+    pair.train_same(1, first=1, by=penalised_step)
     assert counts(pair) == (1, 1), pair.session.stats().reason
-    run(pair, penalised_step, range(2, 5))
+    pair.train_same(3, first=2, by=penalised_step)
     assert counts(pair) == (4, 1), pair.session.stats().reason
 
 
@@ -107,25 +104,23 @@ def test_so_it_is_elsewhere(make_pair: MakePair, recomputed: bool) -> None:
     assert counts(pair) == (3, 1), pair.session.stats().reason
 
 
-@pytest.mark.parametrize("tiers", MACHINES)
 def test_a_penalty_inside_of_the_model_is_planned_once_it_is_measured(
-    make_pair: MakePair, tmp_path: Path, tiers: str
+    make_pair: MakePair, machine: dict[str, Any]
 ) -> None:
     """At once where every step is measured; else the second step is, since nothing announces the first."""
-    pair = make_pair(**machine_with(tiers, ROOM, tmp_path / "disk"))
-    run(pair, penalised_inside, range(2))
-    measured_at_once = tiers != "cpu+disk"
+    pair = make_pair(**machine)
+    pair.train_same(2, by=penalised_inside)
+    measured_at_once = machine["device"] != "cpu"
     assert counts(pair) == ((1, 1) if measured_at_once else (0, 2)), pair.session.stats().reason
     if not measured_at_once:
         assert "is being measured" in pair.session.stats().reason
-    run(pair, penalised_inside, range(2, 5))
+    pair.train_same(3, first=2, by=penalised_inside)
     assert counts(pair) == ((4, 1) if measured_at_once else (3, 2)), pair.session.stats().reason
 
 
-@pytest.mark.parametrize("tiers", MACHINES)
-def test_a_penalty_at_some_steps_leaves_the_plan_of_the_others(make_pair: MakePair, tmp_path: Path, tiers: str) -> None:
+def test_a_penalty_at_some_steps_leaves_the_plan_of_the_others(make_pair: MakePair, machine: dict[str, Any]) -> None:
     """Lazy regularisation: the step after the first penalty is expected to have one too, and from then on only penalties depart."""
-    pair = make_pair(**machine_with(tiers, ROOM, tmp_path / "disk"))
+    pair = make_pair(**machine)
     for number in range(24):
         pair.same(penalised_step if number % 4 == 3 else sloped_step, number)
     pair.expect_same()
@@ -136,10 +131,10 @@ def test_a_penalty_at_some_steps_leaves_the_plan_of_the_others(make_pair: MakePa
 
 def test_penalties_that_begin_and_end_are_followed(make_pair: MakePair) -> None:
     pair = make_pair(device="emulated", device_memory=ROOM)
-    run(pair, train_step, range(2))
-    run(pair, penalised_step, range(2, 6))
-    run(pair, train_step, range(6, 9))
-    run(pair, penalised_step, range(9, 12))
+    pair.train_same(2)
+    pair.train_same(4, first=2, by=penalised_step)
+    pair.train_same(3, first=6)
+    pair.train_same(3, first=9, by=penalised_step)
     planned, reactive = counts(pair)
     assert (planned, reactive) == (11, 1), pair.session.stats().reason
 
@@ -161,17 +156,16 @@ def test_a_backward_that_recomputes_or_keeps_its_graph_differentiates_none(make_
         return loss.detach().clone()
 
     pair = make_pair(seeded(MODELS[name]))
-    run(pair, act, range(3))
+    pair.train_same(3, by=act)
     (known,) = pair.session._parts.stretches.known.kinds.values()
     assert known.twice is None
     assert counts(pair) == (3, 0), pair.session.stats().reason
 
 
-@pytest.mark.parametrize("tiers", MACHINES)
-def test_an_input_that_wants_a_gradient_changes_no_plan(make_pair: MakePair, tmp_path: Path, tiers: str) -> None:
+def test_an_input_that_wants_a_gradient_changes_no_plan(make_pair: MakePair, machine: dict[str, Any]) -> None:
     """Its first step is measured, in case a gradient is differentiated, and follows its plan all the same."""
-    pair = make_pair(**machine_with(tiers, ROOM, tmp_path / "disk"))
-    run(pair, sloped_step, range(3))
+    pair = make_pair(**machine)
+    pair.train_same(3, by=sloped_step)
     assert counts(pair) == (3, 0), pair.session.stats().reason
     (known,) = pair.session._parts.stretches.known.kinds.values()
     assert known.measured is not None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,24 +14,34 @@ from torch import nn
 
 import patrickstar
 from patrickstar import StateError
+from patrickstar.core.machine import Tier
 from patrickstar.plan import planner
 from patrickstar.plan.actions import Wait
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.plan import Plan
+from patrickstar.plan.update_choice import UpdateChoice
+from patrickstar.testing.manual_lane import ManualLane
+from tests.forked import in_forked_child
 from tests.session.builders import (
+    MACHINES,
     SLOT,
     WIDTH,
     Layers,
     MakePair,
+    Pair,
     adamw,
+    assert_same,
     backward,
     batch,
     everything,
     expect_bits,
     loss_of,
+    machine_with,
     managed,
     mlp,
     options,
+    store_of,
+    train,
     train_step,
 )
 
@@ -258,3 +270,71 @@ def test_an_error_inside_of_manage_keeps_the_optimizers_hooks(tmp_path: Any) -> 
     with pytest.raises(patrickstar.BudgetError):
         patrickstar.manage(model, optimizer, options=options(), device="emulated", device_memory=SLOT)
     assert len(optimizer._optimizer_step_pre_hooks) == 1
+
+
+# updates that are certainly under way when a backward stops half way, also where the host computes
+
+WHERE = {"on the device": UpdateChoice(tier=lambda chunk: Tier.DEVICE), "as planned": None}
+
+
+@pytest.fixture(params=["cpu", *MACHINES])
+def roomier(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    nbytes = 8 * SLOT + SLOT * (request.param == "cpu+disk")
+    return {"device": "cpu"} if request.param == "cpu" else machine_with(request.param, nbytes, tmp_path / "disk")
+
+
+@pytest.fixture(params=WHERE)
+def stopped(request: pytest.FixtureRequest, roomier: dict[str, Any], make_pair: MakePair, tmp_path: Path) -> Pair:
+    """A pair whose backward was stopped by the user's code. Updates that it has begun and not waited for have not been done.
+
+    There is a checkpoint of the step before. Plain PyTorch has updated what had a gradient by then.
+    """
+    pair = make_pair(
+        Fragile, step="in_backward", make_lane=lambda src, dst: ManualLane(), choice=WHERE[request.param], **roomier
+    )
+    pair.train(2)
+    pair.session.save_checkpoint(tmp_path / "saved")
+    pair.each(trip_in_backward)
+    assert store_of(pair.session).state.updates
+    pair.plain_optimizer.step()
+    return pair
+
+
+@pytest.mark.sampled
+def test_whoever_reads_finds_the_updates_of_what_has_come(stopped: Pair) -> None:
+    expect_bits(dict(stopped.plain.state_dict()), dict(stopped.session.state_dict()))
+    assert not store_of(stopped.session).state.updates
+
+
+@pytest.mark.sampled
+def test_close_gives_back_weights_that_are_wholly_updated(stopped: Pair) -> None:
+    stopped.session.close()
+    for want, got in zip(stopped.plain.parameters(), stopped.model.parameters(), strict=True):
+        assert want.equal(got)
+
+
+@pytest.mark.sampled
+def test_training_goes_on_from_a_checkpoint(stopped: Pair, tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="load_checkpoint"):
+        stopped.model(batch())
+    stopped.session.load_checkpoint(tmp_path / "saved")
+    assert not store_of(stopped.session).state.updates
+    stopped.plain = Fragile()
+    stopped.plain_optimizer = adamw(stopped.plain)
+    train(stopped.plain, stopped.plain_optimizer, 2)
+    stopped.train(2, first=2)
+    assert_same(stopped.plain, stopped.plain_optimizer, stopped.session)
+
+
+@pytest.mark.sampled
+def test_a_forked_child_neither_waits_for_its_parents_updates_nor_does_them(stopped: Pair) -> None:
+    def use() -> str:
+        try:
+            dict(stopped.session.state_dict())
+        except StateError as error:
+            return str(error)
+        return "it was used"
+
+    assert f"belongs to process {os.getpid()}" in in_forked_child(use)
+    assert store_of(stopped.session).state.updates
+    expect_bits(dict(stopped.plain.state_dict()), dict(stopped.session.state_dict()))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import patrickstar
 from patrickstar import BudgetError, DeviceError, StateError
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, PlaneRef
@@ -24,7 +25,19 @@ from patrickstar.plan.plan import Plan
 from patrickstar.testing.faults import FaultyIO
 from patrickstar.testing.manual_lane import ManualLane
 from tests.forked import in_forked_child
-from tests.session.builders import LAYERS, MACHINES, Layers, MakePair, Pair, backward, batch, store_of, values
+from tests.session.builders import (
+    LAYERS,
+    MACHINES,
+    ROOMY,
+    WIDTH,
+    Layers,
+    MakePair,
+    Pair,
+    backward,
+    batch,
+    store_of,
+    values,
+)
 from tests.session.test_disk_tier import FAULTS, arm
 
 
@@ -69,11 +82,7 @@ def under_way(make_pair: MakePair, tmp_path: Path) -> Callable[[str, str], Pair]
     """A pair that has trained, and whose next forward has stopped half way: nobody has waited for transfers, or updates, that it has issued."""
 
     def halted(machine: str, at: int) -> Pair:
-        pair = make_pair(
-            build=Halting,
-            make_lane=lambda src, dst: ManualLane(),
-            **MACHINES[machine](tmp_path / "disk"),
-        )
+        pair = make_pair(build=Halting, make_lane=lambda src, dst: ManualLane(), **MACHINES[machine](tmp_path / "disk"))
         pair.train(2)
         for model in (pair.plain, pair.model):
             model.halts_at = at
@@ -262,25 +271,25 @@ def test_slots_whose_pages_come_with_a_transfer_count_until_it_has_ended(
     pair = make_pair(make_lane=make, **on_disk)
     pair.train(1)
     store = store_of(pair.session)
-    store.limit_slots = 0
+    store.units.limit_slots = 0
     state = store.state
     ref = next(ref for ref in sorted(state.home) if ref not in state.taken[Tier.HOST] and not state.is_free(ref))
-    store._arenas[Tier.HOST].trim(0)
-    store.committed_slots = store._arenas[Tier.HOST].committed_slots
-    store.limit_slots = 99
+    store.units.arenas[Tier.HOST].trim(0)
+    store.units.committed_slots = store.units.arenas[Tier.HOST].committed_slots
+    store.units.limit_slots = 99
     store.carry_out([Issue.copy(ref, Tier.DISK, Tier.HOST, 1)])
     slot_bytes = state.slot_bytes
-    assert store.arriving_slots == 1
-    assert store.arriving_bytes() == slot_bytes
-    store._arenas[Tier.HOST].buffer(store._at[Tier.HOST][ref])[: slot_bytes // 2] = bytes(slot_bytes // 2)
-    assert store.arriving_slots == 1
-    assert store.arriving_bytes() == slot_bytes // 2  # half of it has come, and is resident
+    assert store.works.arriving_slots == 1
+    assert store.works.arriving_bytes() == slot_bytes
+    store.units.arenas[Tier.HOST].buffer(store.units._at[Tier.HOST][ref])[: slot_bytes // 2] = bytes(slot_bytes // 2)
+    assert store.works.arriving_slots == 1
+    assert store.works.arriving_bytes() == slot_bytes // 2  # half of it has come, and is resident
     for lane in lanes:
         lane.drain()
-    assert store.arriving_slots == 0
-    assert store.arriving_bytes() == 0
+    assert store.works.arriving_slots == 0
+    assert store.works.arriving_bytes() == 0
     store.carry_out([Wait.copy(ref, Tier.HOST)])
-    assert store.arriving_slots == 0
+    assert store.works.arriving_slots == 0
 
 
 class Skipping(nn.Module):
@@ -317,3 +326,21 @@ def test_a_forward_goes_on_where_one_of_its_transfers_has_failed(
         pair.train_same(1, first=2)
         pair.session.close()
     assert skipped, "no layer has failed"
+
+
+@pytest.mark.parametrize("is_updated", [False, True], ids=["before its update", "after its update"])
+def test_a_forked_child_is_given_no_slot(is_updated: bool, make_pair: MakePair) -> None:
+    """Its parent goes on moving and writing them."""
+    pair = make_pair(**ROOMY)
+    pair.train(2)  # so that slots have been wrapped before
+    if is_updated:
+        with torch.no_grad():
+            pair.model(batch())
+
+    def use() -> str:
+        with pytest.raises(patrickstar.StateError) as refusal:
+            pair.model(torch.ones(1, WIDTH))
+        return str(refusal.value)
+
+    assert f"belongs to process {os.getpid()}" in in_forked_child(use)
+    pair.train(1, first=2)

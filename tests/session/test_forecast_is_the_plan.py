@@ -19,12 +19,11 @@ import patrickstar
 from patrickstar.plan import planner
 from patrickstar.plan.planner import Draft, Planner
 from patrickstar.session.forecast import Forecast, forecast
+from tests.parity.forecasts import expect_forecast, steps_of
 from tests.session.builders import MACHINES, options
 
 MACHINE_NAMES = ("roomy", *MACHINES)
 STEPS = ("deferred", "clipped", "in_backward")
-SETTLED = 14
-"""Steps after which plans repeat themselves."""
 
 
 class Random(nn.Module):
@@ -55,40 +54,8 @@ def arguments_of(name: str, step: str, precision: str, disk: Path) -> dict[str, 
     return {**budgets, "step": way, "precision": precision, "options": options()}
 
 
-def plans_of_a_session(
-    seed: int, arguments: dict[str, Any], batch: Tensor, *, clips: bool
-) -> tuple[list[str], list[str]]:
-    """The plans that the first step follows, and those of the last."""
-    model, steps = Random(seed), list[list[str]]()
-    with patrickstar.manage(model, torch.optim.AdamW(_trained(model)), **arguments) as session:
-        pilot = session._parts.executor.pilot
-        begin = pilot.begin
-
-        def noted(stretch: Any) -> None:
-            if stretch.plan is not None:
-                steps[-1].append(without_machine(stretch.plan))
-            begin(stretch)
-
-        pilot.begin = noted
-        for _ in range(SETTLED):
-            steps.append([])
-            model(batch)["loss"].backward()
-            if clips:
-                session.clip_grad_norm_(1.0)
-            session.optimizer.step()
-            session.optimizer.zero_grad()
-        first, last = list(steps[0]), list(steps[-1])
-        assert session.stats().planned_steps == SETTLED
-        return first, last
-
-
 def _trained(model: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in model.parameters() if parameter.requires_grad)
-
-
-def without_machine(plan: object) -> str:
-    """The text of a plan, but for what was free on this machine just then."""
-    return "\n".join(line for line in str(plan).splitlines() if not line.startswith("machine "))
 
 
 def compare(
@@ -98,16 +65,21 @@ def compare(
     clips = step == "clipped"
     found = forecast(Random(seed), {"x": batch}, clip=clips, **arguments)
     between()
-    if found.fits:
-        first, last = plans_of_a_session(seed, arguments, batch, clips=clips)
-        assert [without_machine(plan) for plan in found.first_plans] == first
-        assert [without_machine(plan) for plan in found.plans] == last
-    else:
-        with (
-            pytest.raises(patrickstar.BudgetError),
-            patrickstar.manage(model := Random(seed), torch.optim.AdamW(_trained(model)), **arguments),
-        ):
-            model(batch)
+    model = Random(seed)
+
+    def train() -> None:
+        model(batch)["loss"].backward()
+        if clips:
+            session.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    try:
+        with patrickstar.manage(model, torch.optim.AdamW(_trained(model)), **arguments) as session:
+            optimizer: Any = session.optimizer
+            expect_forecast(found, session, steps_of(session, train))
+    except patrickstar.BudgetError:
+        assert not found.fits
     return found
 
 

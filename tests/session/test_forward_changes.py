@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import patrickstar
-from patrickstar import BudgetError, DeviceError, StateError
+from patrickstar import DeviceError, StateError
 from patrickstar.core.planes import REST, WEIGHT
 from patrickstar.core.trace import Moment, Phase, Trace
 from patrickstar.testing.faults import FaultyIO
@@ -34,6 +34,7 @@ from tests.session.builders import (
     backward,
     batch,
     expect_bits,
+    in_the_smallest,
     mlp,
     values,
 )
@@ -119,22 +120,14 @@ CHANGES: Mapping[str, Callable[..., Tensor]] = {
     "bag": by_module,
     "functional": by_function,
     "view": by_view,
-    **{change.__name__: in_place(change) for change in changes.CHANGES},
+    **{name: in_place(change) for name, change in changes.CHANGES.items()},
 }
 
 
 def smallest(begin: Callable[..., Any], machine: Mapping[str, Any]) -> Any:
     """What `begin` gives with the smallest budget of the tier that computes for which it raises no BudgetError."""
     tier = "device_memory" if "device_memory" in machine else "host_memory"
-    nbytes = SLOT
-    for _ in range(20):
-        try:
-            return begin(**{**machine, tier: nbytes})
-        except BudgetError as refusal:
-            assert refusal.smallest_bytes is not None
-            assert refusal.smallest_bytes > nbytes
-            nbytes = refusal.smallest_bytes
-    raise AssertionError("still refused")
+    return in_the_smallest(lambda nbytes: begin(**{**machine, tier: nbytes}))[0]
 
 
 def expect_planned(session: Any, steps: int) -> None:

@@ -16,19 +16,19 @@ from patrickstar.core.planes import GRAD
 from tests.parity.compare import same_bits
 from tests.parity.oracle import clip
 from tests.session.builders import (
-    ROOMY,
+    EMULATED,
     WIDTH,
     MakePair,
     Pair,
+    alike,
     assert_same,
     backward,
     batch,
-    expect_bits,
     loss_of,
     mlp,
     seeded,
+    store_of,
     train_step,
-    values,
 )
 
 
@@ -47,27 +47,6 @@ def test_gradients_that_were_iterated_over_are_copies(make_pair: MakePair) -> No
         gradient.fill_(7)
     pair.each(lambda model, optimizer: optimizer.step())
     pair.expect_same()
-
-
-def test_an_activation_is_never_taken_for_a_weight_whose_lease_has_ended(make_pair: MakePair) -> None:
-    """Its storage may have the address that a lease's storage had: what autograd saves of it is the activation."""
-
-    class Transposed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Parameter(torch.randn(32, 32))
-            self.b = nn.Linear(32, 32)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            turned = self.a.t()
-            hidden = torch.tanh(self.b(x))
-            return torch.mm(hidden, turned)
-
-    pair = make_pair(seeded(Transposed), **ROOMY)
-    for number in range(3):
-        pair.each(backward, number)
-        pair.expect_same_gradients()
-        pair.step()
 
 
 # reading and writing .grad
@@ -185,15 +164,21 @@ def test_a_gradient_that_is_not_finite_goes_where_it_goes_in_pytorch(make_pair: 
 
 
 def test_a_norm_that_is_not_finite_clips_as_in_pytorch(make_pair: MakePair) -> None:
-    def spoil(model: nn.Module, _: Any) -> None:
-        (model[:2](batch()) * float("inf")).sum().backward()
-
     pair = make_pair()
-    pair.each(spoil)
+    pair.each(lambda model, _: (model[:2](batch()) * float("inf")).sum().backward())
     want = nn.utils.clip_grad_norm_(pair.plain.parameters(), 1.0)
     got = pair.session.clip_grad_norm_(1.0)
     assert want.isnan().item() == got.isnan().item()
     pair.expect_same_gradients()
+
+
+def test_a_gradient_of_negative_zero_stays_negative(make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.train(1)
+    pair.each(lambda model, _: (model[0].weight * torch.tensor(-0.0)).sum().backward())
+    pair.expect_same_gradients()
+    (gradient,) = dict(pair.session.gradients()).values()
+    assert torch.signbit(gradient).all()
 
 
 # in backward
@@ -286,18 +271,14 @@ def pair(make_pair: MakePair) -> Iterator[Pair]:
     assert_same(pair.plain, pair.plain_optimizer, pair.session)
 
 
-def test_no_gradient_lies_in_a_chunk(pair: Pair) -> None:
+def test_no_gradient_lies_in_a_chunk_and_all_count_as_model_data(pair: Pair) -> None:
     pair.train(2)
-    assert all(ref.plane != GRAD for ref in pair.session._parts.executor.store.state.home)
-    assert pair.session.stats().planned_steps == 2, pair.session.stats().reason
-    assert not sum(pair.session.stats().moved.values())
-
-
-def test_gradients_count_as_model_data(pair: Pair) -> None:
-    pair.each(backward)
+    pair.each(backward, 2)
+    assert all(ref.plane != GRAD for ref in store_of(pair.session).state.home)
     stats = pair.session.stats()
-    numel = sum(p.numel() for p in pair.plain.parameters())
-    assert stats.model_data["grad"] == 4 * numel
+    assert stats.planned_steps == 2, stats.reason
+    assert not sum(stats.moved.values())
+    assert stats.model_data["grad"] == 4 * sum(p.numel() for p in pair.plain.parameters())
     pair.step()
 
 
@@ -310,10 +291,11 @@ def test_gradients_are_the_very_tensors_that_p_grad_gives(pair: Pair) -> None:
     pair.expect_same_gradients()
 
 
-def test_gradients_from_before_are_added_to(make_pair: MakePair) -> None:
-    pair = make_pair(before=lambda model, _: backward(model), device="cpu")
+@pytest.mark.parametrize("machine", [{"device": "cpu"}, EMULATED], ids=["in tensors", "in chunks"])
+def test_gradients_from_before_are_added_to(make_pair: MakePair, machine: dict[str, Any]) -> None:
+    pair = make_pair(before=backward, **machine)
     pair.expect_same_gradients()
-    pair.each(train_step, 1)
+    pair.train(2, first=1)
     assert_same(pair.plain, pair.plain_optimizer, pair.session)
 
 
@@ -326,14 +308,10 @@ def test_tensors_longer_than_a_chunk(make_pair: MakePair) -> None:
     assert_same(pair.plain, pair.plain_optimizer, pair.session)
 
 
-def test_close_leaves_gradients_where_they_are() -> None:
-    plain, model = mlp(), mlp()
-    session = patrickstar.manage(model, patrickstar.AdamW(model.parameters()), device="cpu")
-    backward(plain)
-    backward(model)
-    gradient = model[0].weight.grad
-    session.close()
-    assert model[0].weight.grad is gradient
-    expect_bits(values(plain), values(model))
-    want = {name: p.grad for name, p in plain.named_parameters()}
-    expect_bits(want, {name: p.grad for name, p in model.named_parameters()})
+def test_close_leaves_gradients_where_they_are(make_pair: MakePair) -> None:
+    pair = make_pair(device="cpu")
+    pair.each(backward)
+    gradients = [p.grad for p in pair.model.parameters()]
+    pair.session.close()
+    assert all(p.grad is gradient for p, gradient in zip(pair.model.parameters(), gradients, strict=True))
+    assert alike([p.grad for p in pair.plain.parameters()], gradients)

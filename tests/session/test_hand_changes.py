@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 from collections.abc import Callable
 from typing import Any
@@ -10,23 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from patrickstar import ConfigError, StateError
 from tests.parity.compare import same_bits
 from tests.session import changes
-from tests.session.builders import (
-    ROOMY,
-    MakePair,
-    adamw,
-    batch,
-    expect_bits,
-    loss_of,
-    mlp,
-    store_of,
-    train_step,
-    values,
-)
+from tests.session.builders import ROOMY, MakePair, adamw, batch, expect_bits, loss_of, mlp, train_step, values
 
 
 def add(model: nn.Module) -> None:
@@ -85,23 +74,28 @@ def to_the_same(model: nn.Module) -> None:
     add(model)
 
 
-CHANGES: list[Callable[[nn.Module], None]] = [
-    *map(changes.everywhere, (*changes.CHANGES, changes.by_lookup, *changes.UNSEEN)),
-    *(add, reset, by_data_and_sign, foreach, swap, tied_average, load, to_the_same),
-]
-BY_NAME = {change.__name__: change for change in CHANGES}
+def by_lookup(weight: Tensor) -> None:
+    F.embedding(torch.tensor([3, 5, 3]), weight, max_norm=0.25)
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_change_by_hand_reaches_the_master_or_is_refused(make_pair: MakePair, change: Callable[..., None]) -> None:
+OF_MATRICES = {**changes.CHANGES, **changes.UNSEEN, "by_lookup": by_lookup}
+OF_MODELS = (add, reset, by_data_and_sign, foreach, swap, tied_average, load, to_the_same)
+BY_NAME: dict[str, Callable[[nn.Module], None]] = {
+    **{name: changes.everywhere(change) for name, change in OF_MATRICES.items()},
+    **{change.__name__: change for change in OF_MODELS},
+}
+
+
+@pytest.mark.parametrize("change", BY_NAME)
+def test_a_change_by_hand_reaches_the_master_or_is_refused(make_pair: MakePair, change: str) -> None:
     pair = make_pair()
     pair.train(1)
-    change(pair.plain)
+    BY_NAME[change](pair.plain)
     try:
-        change(pair.model)
+        BY_NAME[change](pair.model)
     except StateError as refusal:
         assert "session.write" in str(refusal)
-        if change is not by_data_and_sign:  # all or nothing
+        if change != "by_data_and_sign":  # all or nothing
             return
     pair.train_same(2, first=1)
 
@@ -242,53 +236,6 @@ def test_the_optimizer_on_its_own_tells_autograd_of_its_update() -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an"):
         second.backward()
-
-
-def test_data_changed_between_forward_and_backward_gives_the_gradients_of_pytorch_or_raises(
-    make_pair: MakePair,
-) -> None:
-    """`.data` has a version counter of its own: PyTorch uses the changed weight without a word."""
-    pair = make_pair()
-    loss = loss_of(pair.plain)
-    pair.plain[10].weight.data.mul_(2)
-    loss.backward()
-    loss = loss_of(pair.model)
-    pair.model[10].weight.data.mul_(2)
-    try:
-        loss.backward()
-    except (StateError, RuntimeError):
-        return
-    pair.expect_same_gradients()
-
-
-def test_a_parameter_reads_the_same_wherever_its_bytes_are(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.train(1)
-    before = pair.session.stats().moved
-    for want, got in zip(pair.plain.parameters(), pair.model.parameters(), strict=True):
-        assert (got.shape, got.dtype, got.device, got.stride()) == (want.shape, want.dtype, want.device, want.stride())
-        assert (got.numel(), got.ndim, got.is_leaf, got.requires_grad) == (want.numel(), want.ndim, True, True)
-        assert isinstance(got, nn.Parameter)
-        assert got.is_contiguous()
-    assert pair.session.stats().moved == before, "asking for a shape fetches nothing"
-    for want, got in zip(pair.plain.parameters(), pair.model.parameters(), strict=True):
-        assert want.tolist() == got.tolist()
-        assert same_bits(want.detach().sum(), got.detach().sum())
-
-
-def test_copies_of_parameters_are_ordinary(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.train(1)
-    for name, copied in (
-        ("deepcopy", copy.deepcopy(pair.model[0].weight)),
-        ("clone", pair.model[0].weight.detach().clone()),
-        ("float64", pair.model[0].weight.double().float().detach()),
-    ):
-        before = copied.detach().clone()
-        assert same_bits(before, pair.plain[0].weight.detach()), name
-        copied.detach().add_(1)
-        assert same_bits(pair.session.state_dict()["0.weight"], pair.plain[0].weight.detach()), name
-    assert not store_of(pair.session).state.in_flight
 
 
 def test_the_address_of_an_alias_stays_its_address(make_pair: MakePair) -> None:

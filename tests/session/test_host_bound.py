@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import patrickstar
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.memory.process import resident_bytes
 from patrickstar.memory.store import ChunkStore
+from patrickstar.memory.works_under_way import WorksUnderWay
+from patrickstar.plan.actions import Action, Issue
 from patrickstar.step import room
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.room import HostRoom
 from patrickstar.units import MIB
-from tests.session.builders import LAYERS, SLOT, TIGHT, WIDTH, Layers, Pair, adamw, backward, is_ordinary, mlp, options
+from tests.session.builders import (
+    LAYERS,
+    SLOT,
+    TIGHT,
+    WIDTH,
+    Layers,
+    MakePair,
+    backward,
+    is_ordinary,
+    managed,
+    mlp,
+    store_of,
+    train_step,
+)
 
 
 class Unforeseen(Layers):
@@ -51,9 +65,7 @@ class Replaces(nn.Module):
         return x
 
 
-def test_chunks_leave_for_activations_that_no_forecast_saw(
-    make_pair: Callable[..., Pair], on_disk: dict[str, Any]
-) -> None:
+def test_chunks_leave_for_activations_that_no_forecast_saw(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
     budget = 104 * SLOT
     pair = make_pair(Unforeseen, **on_disk | {"host_memory": budget})
     pair.train_same(2)
@@ -62,7 +74,7 @@ def test_chunks_leave_for_activations_that_no_forecast_saw(
 
 
 def test_where_the_room_that_is_left_to_activations_cannot_be_had_only_what_is_needed_stays(
-    make_pair: Callable[..., Pair], on_disk: dict[str, Any]
+    make_pair: MakePair, on_disk: dict[str, Any]
 ) -> None:
     pair = make_pair(**on_disk)
     pair.train(1)
@@ -98,7 +110,7 @@ def test_near_the_bound_the_allocator_is_asked_before_the_process_grows_by_much(
 
 
 def test_the_guard_is_told_of_what_takes_the_place_of_something_that_is_gone(
-    make_pair: Callable[..., Pair], on_disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    make_pair: MakePair, on_disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = make_pair(Replaces, **on_disk | {"host_memory": Replaces.LARGE_BYTES + 10 * SLOT})
     pair.train(1)
@@ -120,7 +132,7 @@ def test_the_guard_is_told_of_what_takes_the_place_of_something_that_is_gone(
 def test_near_the_bound_the_guard_is_told_of_pages_that_are_to_come_and_not_of_those_that_have(
     is_exceeded: bool,
     arriving_bytes: int,
-    make_pair: Callable[..., Pair],
+    make_pair: MakePair,
     on_disk: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -134,17 +146,17 @@ def test_near_the_bound_the_guard_is_told_of_pages_that_are_to_come_and_not_of_t
 
     monkeypatch.setattr(HostRoom, "excess_bytes", told_without_transfers)
     monkeypatch.setattr(HostRoom, "is_exceeded_by", lambda self, growth_bytes: is_exceeded)
-    monkeypatch.setattr(ChunkStore, "arriving_slots", 0)
-    monkeypatch.setattr(ChunkStore, "arriving_bytes", lambda self: SLOT)
+    monkeypatch.setattr(WorksUnderWay, "arriving_slots", 0)
+    monkeypatch.setattr(WorksUnderWay, "arriving_bytes", lambda self: SLOT)
     pair.train(1, first=1)
     before, told[:] = list(told), []
-    monkeypatch.setattr(ChunkStore, "arriving_slots", 3)
+    monkeypatch.setattr(WorksUnderWay, "arriving_slots", 3)
     pair.train(1, first=2)
     assert told == [growth + arriving_bytes for growth in before]
 
 
 def test_chunks_make_room_for_what_the_process_holds_beside_them(
-    make_pair: Callable[..., Pair], on_disk: dict[str, Any], caplog: pytest.LogCaptureFixture
+    make_pair: MakePair, on_disk: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = make_pair(**on_disk)
     pair.train(1)
@@ -164,7 +176,7 @@ def test_gradients_nobody_used_stay_at_the_end_where_they_fit_beside_the_weights
     slots: int, on_disk: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = mlp()
-    session = patrickstar.manage(model, adamw(model), options=options(), **on_disk | {"host_memory": slots * SLOT})
+    session = managed(model, **on_disk | {"host_memory": slots * SLOT})
     backward(model)
     with caplog.at_level(logging.WARNING, "patrickstar"):
         session.close()
@@ -172,3 +184,37 @@ def test_gradients_nobody_used_stay_at_the_end_where_they_fit_beside_the_weights
     fit = slots > 2 * LAYERS
     assert all((parameter.grad is not None) is fit for parameter in model.parameters())
     assert ("the gradients do not fit" in caplog.text) is not fit
+
+
+def test_no_more_slots_hold_pages_than_the_budget_has_room_for(
+    make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of slots do not always fit where single ones were, and activations want room that slots have had."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        sizes = [WIDTH, 64, 64, WIDTH, WIDTH, 64, WIDTH]
+        return nn.Sequential(*(nn.Linear(n, m) for n, m in zip(sizes, sizes[1:], strict=False)))
+
+    pair = make_pair(build, device="cpu", host_memory=14 * SLOT, disk=tmp_path / "disk")
+    store: ChunkStore = store_of(pair.session)
+    (arena,) = store.units.arenas.values()
+    seen: list[int] = []
+
+    def look(*_: object) -> None:
+        seen.append(arena.committed_slots - store.units.limit_slots)
+
+    def do(self: ChunkStore, action: Action, *rest: Any) -> None:
+        unwatched(self, action, *rest)
+        if isinstance(action, Issue) and (action.src is None or action.work.tier is Tier.HOST):
+            look()  # its slots are about to be written
+
+    unwatched = ChunkStore._do
+    monkeypatch.setattr(ChunkStore, "_do", do)
+    for layer in pair.model:
+        layer.register_forward_hook(look)
+    for number in range(3):
+        pair.each(train_step, number, rows=16 * (1 + number))
+    monkeypatch.undo()
+    pair.expect_same()
+    assert max(seen) <= 0, f"{max(seen)} slots too many hold pages"

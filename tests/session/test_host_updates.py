@@ -103,11 +103,7 @@ def test_a_backward_updates_as_many_chunks_on_the_host_as_that_has_room_for_grad
     """Twelve bytes a parameter are enough, and more of the host is used where it is."""
     whole = 3 * LAYERS * SLOT
     pair = make_pair(
-        step="in_backward",
-        precision="fp32",
-        device="emulated",
-        device_memory=9 * SLOT,
-        host_memory=whole + room * SLOT,
+        step="in_backward", precision="fp32", device="emulated", device_memory=9 * SLOT, host_memory=whole + room * SLOT
     )
     pair.train(4)
     assert tiers_of(pair.session)[Tier.HOST] == room
@@ -288,46 +284,27 @@ def test_a_gradient_goes_down_once_a_step_when_all_of_it_has_been_added_up(count
     pair.expect_same()
 
 
-def halve_by_hand(model: nn.Module, optimizer: Any) -> None:
-    for parameter in model.parameters():
-        parameter.grad.mul_(0.5)
-
-
-def look(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def evaluate(model: nn.Module, optimizer: Any) -> None:
-    with torch.no_grad():
-        loss_of(model, 7)
-
-
-def once_more(model: nn.Module, optimizer: Any) -> None:
-    backward(model, optimizer, 8)
-
-
-def forget(model: nn.Module, optimizer: Any) -> None:
-    optimizer.zero_grad()
-    backward(model, optimizer, 9)
-
-
-def forget_some(model: nn.Module, optimizer: Any) -> None:
-    model[2].weight.grad = None
-    model[2].bias.grad = None
-
-
-def fail(model: nn.Module, optimizer: Any) -> None:
+def fail(model: nn.Module, _: Any) -> None:
     with suppress(RuntimeError):
         loss_of(model, 5, rows=3).view(7)
 
 
-@pytest.mark.parametrize("act", [halve_by_hand, look, evaluate, once_more, forget, forget_some, fail])
-def test_whatever_is_done_before_the_step_has_the_values_that_it_would_have(
-    act: Callable[[nn.Module, Any], object], pair: Pair
-) -> None:
+ACTS: dict[str, Callable[[nn.Module, Any], object]] = {
+    "halved by hand": lambda model, _: [parameter.grad.mul_(0.5) for parameter in model.parameters()],
+    "looked at": lambda model, _: [parameter.grad.clone() for parameter in model.parameters()],
+    "an evaluation": torch.no_grad()(lambda model, _: loss_of(model, 7)),
+    "once more": lambda model, optimizer: backward(model, optimizer, 8),
+    "forgotten": lambda model, optimizer: (optimizer.zero_grad(), backward(model, optimizer, 9)),
+    "forgotten in part": lambda model, _: [setattr(parameter, "grad", None) for parameter in model[2].parameters()],
+    "a failure": fail,
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_whatever_is_done_before_the_step_has_the_values_that_it_would_have(act: str, pair: Pair) -> None:
     pair.each(backward, 3)
     assert on_their_way(pair)
-    pair.each(act)
+    pair.each(ACTS[act])
     pair.expect_same_gradients()
     pair.step()
     pair.train_same(2, first=4)

@@ -131,21 +131,6 @@ def test_a_state_kept_over_a_step_shows_what_the_step_made_of_it(make_pair: Make
     pair.same(keep)
 
 
-def test_a_step_that_is_noted_is_done_before_its_state_is_read_or_written(make_pair: MakePair) -> None:
-    def between(model: nn.Module, optimizer: Any) -> Tensor:
-        backward(model, number=1)
-        optimizer.step()
-        optimizer.state[model[0].weight]["exp_avg"].mul_(2)
-        optimizer.state[model[0].weight]["step"] = torch.tensor(9.0)
-        return optimizer.state[model[0].bias]["exp_avg"].clone()
-
-    pair = make_pair()
-    pair.train(1)
-    pair.same(between)
-    pair.each(lambda model, optimizer: optimizer.zero_grad())
-    pair.train_same(1, first=2)
-
-
 # what is refused
 
 
@@ -258,19 +243,3 @@ def test_a_state_kept_over_a_checkpoint_that_is_loaded_shows_that(make_pair: Mak
     pair.session.load_checkpoint(tmp_path)
     assert same_bits(want, average.clone())
     assert pair.optimizer.state[weight]["step"].item() == 1
-
-
-def test_a_closed_sessions_state_is_refused(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.train(1)
-    state, optimizer = pair.optimizer.state, pair.optimizer
-    average = state[pair.model[0].weight]["exp_avg"]
-    pair.session.close()
-    for act in (
-        lambda: average.sum(),
-        lambda: optimizer.state,
-        lambda: state[pair.model[0].weight],
-        lambda: len(state),
-    ):
-        with pytest.raises(StateError, match="closed"):
-            act()

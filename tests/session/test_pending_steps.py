@@ -13,13 +13,10 @@ from torch import nn
 import patrickstar
 from patrickstar import BudgetError
 from patrickstar.core.machine import Tier
-from patrickstar.core.planes import STEP
 from patrickstar.core.trace import Phase
-from patrickstar.plan.actions import Issue, Wait
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.testing.inside import manage_inside
 from patrickstar.testing.manual_lane import ManualLane
-from tests.forked import in_forked_child
 from tests.lanes import LANES
 from tests.session.builders import (
     EMULATED,
@@ -34,6 +31,7 @@ from tests.session.builders import (
     mlp,
     options,
     train_step,
+    update_moments,
     values,
 )
 from tests.session.masters import managed_step
@@ -155,15 +153,6 @@ def test_an_evaluation_in_inference_mode_finds_the_model_updated(
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_close_finishes_what_is_pending(make_pair: MakePair) -> None:
-    pair = make_pair(device="emulated", device_memory="64KiB", host_memory="64MiB")
-    pair.train(3)
-    assert pending_of(pair).waiting
-    pair.session.close()
-    for want, got in zip(pair.plain.parameters(), pair.model.parameters(), strict=True):
-        assert torch.equal(want, got)
-
-
 def test_an_error_of_the_user_in_the_middle_of_a_forward_loses_no_update(pending: Pair) -> None:
     def stop(*_: object) -> None:
         raise RuntimeError("the user's")
@@ -212,8 +201,8 @@ def test_an_update_that_is_under_way_ends_whole_when_the_user_interrupts(
 def test_an_interruption_before_the_lane_knows_of_an_update_leaves_it_pending(
     pending: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    links = pending.session._parts.executor.store._links
-    lane = type(links).lane
+    works = pending.session._parts.executor.store.works
+    lane = type(works).lane
 
     def interrupted(self: Any, src: Any, dst: Any) -> Any:
         if dst is None:
@@ -221,7 +210,7 @@ def test_an_interruption_before_the_lane_knows_of_an_update_leaves_it_pending(
         return lane(self, src, dst)
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(links), "lane", interrupted)
+        patched.setattr(type(works), "lane", interrupted)
         with pytest.raises(KeyboardInterrupt):
             backward(pending.model, number=3)
     assert len(pending_of(pending).waiting) == LAYERS
@@ -253,43 +242,13 @@ def test_a_forward_that_goes_another_way_has_what_it_needs_updated(
     pair.expect_same()
 
 
-def test_a_forked_child_leaves_the_parents_updates_alone(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
-    pair = make_pair(**on_disk)
-    pair.train(3)
-
-    def use() -> None:
-        with pytest.raises(Exception, match="process"):
-            pair.model(batch(3))
-
-    in_forked_child(use)
-    pair.train_same(2, first=3)
-
-
 def test_an_update_is_waited_for_when_something_needs_it_and_not_before(make_pair: MakePair) -> None:
     where_it_computes = UpdateChoice(tier=lambda chunk: Tier.DEVICE)
     pair = make_pair(make_lane=lambda src, dst: ManualLane(), choice=where_it_computes, **EMULATED)
     pair.train(4)
-    plan, ends = pair.session.plan, dict[int, int]()
-    begins = {
-        action.of.chunk: index
-        for index, actions in enumerate(plan.moments)
-        for action in actions
-        if isinstance(action, Issue) and action.of.plane == STEP
-    }
-    for index, actions in enumerate(plan.moments):
-        ends.update(
-            (action.of.chunk, index) for action in actions if isinstance(action, Wait) and action.of.plane == STEP
-        )
+    begins, ends = update_moments(pair.session.plan)
     assert begins.keys() == ends.keys() == set(range(LAYERS))
     assert all(ends[chunk] == begins[chunk] + 1 for chunk in begins), "the moment after it uses the weight"
-    pair.expect_same()
-
-
-def test_apart_is_what_it_was_a_stretch_of_its_own(machine: dict[str, Any], make_pair: MakePair) -> None:
-    pair = make_pair(choice=UpdateChoice(apart=True), **machine)
-    pair.train(4)
-    assert not any(moment.updates is not None for moment in pair.session.trace.moments)
-    assert pair.session.stats().planned_steps == 4
     pair.expect_same()
 
 

@@ -26,7 +26,7 @@ from patrickstar import StateError
 from patrickstar.tracing.seen_operations import shown_to
 from tests.parity.compare import same_bits
 from tests.session.builders import adamw, assert_same, expect_bits, finish, seeded, values
-from tests.session.random_parts import Silent
+from tests.session.random_parts import Default, Silent
 
 MakePair = Callable[..., Any]
 Forward = Callable[[Any, Tensor], Tensor]
@@ -327,24 +327,24 @@ def test_a_change_of_many_weights_in_one_operation_is_noticed_under_a_meter(make
     assert all(map(same_bits, *pair.each(act)))
 
 
-def test_values_that_are_assigned_as_data_are_taken_over(make_pair: MakePair) -> None:
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_values_that_are_assigned_as_data_are_taken_over(make_pair: MakePair, precision: str, device: str) -> None:
     def act(model: nn.Module, optimizer: Any) -> None:
         vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach() * 0.5
         torch.nn.utils.vector_to_parameters(vector, model.parameters())
         model[0].weight.data = torch.ones(32, 32)
         model[2].weight.data = model[4].weight.data.clone()
 
-    for machine in ({"device": "cpu"}, {"device": "emulated", "device_memory": "1MiB"}):
-        for precision in ("fp32", "bf16") if machine["device"] == "cpu" else ("fp32",):
-            pair = make_pair(precision=precision, **machine)
-            for number in range(2):
-                pair.each(act)
-                if precision == "fp32":
-                    pair.train(1, first=number)
-            if precision == "bf16":  # exact: halves of values that a bf16 weight has, in the fp32 master too
-                assert same_bits(pair.session.state_dict()["0.weight"], torch.ones(32, 32))
-            else:
-                expect_bits(pair.plain.state_dict(), dict(pair.session.state_dict()))
+    pair = make_pair(precision=precision, device=device)
+    for number in range(2):
+        pair.each(act)
+        if precision == "fp32":
+            pair.train(1, first=number)
+    if precision == "bf16":  # exact: halves of values that a bf16 weight has, in the fp32 master too
+        assert same_bits(pair.session.state_dict()["0.weight"], torch.ones(32, 32))
+    else:
+        expect_bits(pair.plain.state_dict(), dict(pair.session.state_dict()))
 
 
 TEXTS: dict[str, Callable[[nn.Module], str]] = {
@@ -507,15 +507,11 @@ def test_a_mode_around_a_forward_alone_is_left_after_it(make_pair: MakePair, mac
     assert not shown_to()
 
 
-class Alike(Tensor):
-    """A tensor that does as any other."""
-
-
 FORMULAS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "prod": lambda y, x: torch.stack([y, x]).prod(0),
     "prod of all": lambda y, x: (y * x).prod(),
     "cumprod": lambda y, _: y.cumprod(-1),
-    "a new tensor of its own class": lambda y, _: y * Alike([0.5] * 8).as_subclass(Tensor),
+    "a new tensor of its own class": lambda y, _: y * Default([0.5] * 8).as_subclass(Tensor),
 }
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from tests.session.builders import EMULATED, MACHINES, ROOMY, SLOT, TIGHT, Adapted
+from tests.session.builders import EMULATED, LAYERS, MACHINES, ROOMY, SLOT, TIGHT, Adapted
 from tests.session.masters import KINDS
-from tests.session.script import Script
+from tests.session.script import Script, Word
 
 LINES = (
     "train(4) planned(4)",
@@ -23,6 +26,7 @@ LINES = (
     "forward backward grad(4)=.3 grad(7)=None read step zero forward backward step zero",
     "grad(0) forward backward grad(0) step grad(0) zero grad(0)",
     "forward backward(of=4) grad(0) grad(4) step zero forward backward step",
+    "2[forward backward] grad(0) grad(0)+=0 grad(7)+=0 read step zero train",
     "forward backward clip(.01) step zero forward backward clip(.01) clip(.001) step",
     "3[forward backward norm grad(3) clip(.01) step zero] planned(3)",
     "forward backward clamp(.001) step norm zero norm",
@@ -217,3 +221,81 @@ def test_other_bits_are_shown_with_what_was_said(tmp_path: Path) -> None:
     script.managed.session.write("0.bias", torch.ones(32))
     with pytest.raises(AssertionError, match=r"(?s)^evaluate evaluate\n.*weight 0\.bias: 32 of 32 elements"):
         script.close()
+
+
+# programs that nobody has thought of: these words in any order that plain PyTorch allows; what fails is printed, and belongs into the lines above
+
+NUMBERS = st.integers(0, 2 * LAYERS - 1)
+CHANGES = st.sampled_from(["*=.5", "+=.1", "=.1"])
+WORDS = st.one_of(
+    st.builds("forward(layers={},rows={})".format, st.sampled_from([LAYERS, LAYERS, 2]), st.sampled_from([4, 4, 2])),
+    st.sampled_from(["backward", "backward", "backward(keep)"]),
+    st.builds("differentiate({})".format, NUMBERS),
+    st.sampled_from(["zero", "zero", "zero(zeros)"]),
+    st.builds("grad({}){}".format, NUMBERS, st.sampled_from(["", "*=.5", "+=.1", "=.1", "=None"])),
+    st.sampled_from(["clip(.01)", "clamp(.001)", "norm", "limit(.01)", "evaluate", "lr*=.5", "read"]),
+    st.builds("{}({}){}".format, st.sampled_from(["weight", "data"]), NUMBERS, CHANGES),
+    st.builds("average({}){}".format, NUMBERS, CHANGES),
+    st.builds("freeze({})".format, NUMBERS),
+    *map(st.just, ("step", "keep", "back", "save", "load")),
+)
+WRITE_WEIGHTS = ("step", "weight", "data", "freeze", "thaw", "load", "back")
+"""A backward does not take weights that have changed since its forward."""
+
+
+def taken(words: Sequence[str], *, in_tiles: bool) -> Iterator[str]:
+    """Those that plain PyTorch takes."""
+    waiting, frozen, said = list[int](), set[int](), set[str]()  # layers of each loss
+    for text in words:
+        word = Word.of(text)
+        match word.verb:
+            case "forward":
+                layers = word.given("layers", LAYERS)
+                if len(waiting) == 2 or not set(range(2 * layers)) - frozen:  # otherwise the loss has no graph
+                    continue
+                waiting.append(layers)
+            case "backward" | "differentiate" if not waiting:
+                continue
+            case "differentiate" if in_tiles or word.number in frozen or word.number >= 2 * waiting[0]:
+                continue
+            case "back" | "load" if {"back": "keep", "load": "save"}[word.verb] not in said:
+                continue
+            case "freeze":
+                text = f"thaw({word.number})" if word.number in frozen else text  # noqa: PLW2901
+                frozen ^= {word.number}
+        if word.verb in ("backward", "differentiate") and text != "backward(keep)":
+            waiting.pop(0)
+        if word.verb in WRITE_WEIGHTS and waiting:
+            waiting.clear()
+            yield "drop"
+        said.add(word.verb)
+        yield text
+
+
+def any_words(examples: int) -> None:
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
+    @given(
+        machine=st.sampled_from(list(PLACES)),
+        kind=st.sampled_from(["fp32", "bf16", "bf16-fp32"]),
+        arithmetic=st.sampled_from([{}, {}, {"accumulate": 2}, {"tile_rows": 8}]),
+        words=st.lists(WORDS, min_size=15, max_size=40),
+    )
+    def program_has_no_other_bits(machine: str, kind: str, arithmetic: dict[str, Any], words: list[str]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            script = Script(kind, given=arithmetic, **PLACES[machine](Path(folder) / "disk"))
+            try:
+                for word in taken(words, in_tiles="tile_rows" in arithmetic):
+                    script.say(word)
+            finally:
+                script.close()
+
+    program_has_no_other_bits()
+
+
+def test_no_program_has_other_bits_under_a_session() -> None:
+    any_words(examples=20)
+
+
+@pytest.mark.campaign
+def test_no_program_of_many_has_other_bits_under_a_session() -> None:
+    any_words(examples=1500)

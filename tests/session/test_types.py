@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.session.builders import (
     assert_same,
     batch,
     expect_bits,
+    managed,
     mlp,
     options,
     tied,
@@ -29,16 +31,22 @@ from tests.session.builders import (
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_model_of_another_type_is_managed_in_fp32_and_given_back_in_its_own(dtype: torch.dtype) -> None:
-    plain, model = mlp().to(dtype).float(), mlp().to(dtype)
-    oracle = adamw(plain)
-    with patrickstar.manage(model, adamw(model), precision="fp32", options=options(), **EMULATED) as session:
+def mixed(model: nn.Module) -> nn.Module:
+    model[2].to(torch.bfloat16)
+    model[4].double()
+    return model
+
+
+@pytest.mark.parametrize("cast", [nn.Module.bfloat16, nn.Module.half, nn.Module.double, mixed])
+def test_a_model_of_other_types_is_managed_in_fp32_and_given_back_in_its_own(cast: Callable[..., nn.Module]) -> None:
+    plain, model = cast(mlp()).float(), cast(mlp())
+    dtypes, oracle = [p.dtype for p in model.parameters()], adamw(plain)
+    with managed(model, precision="fp32", **EMULATED) as session:
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert same_bits(train(plain, oracle), train(model, session.optimizer))
         expect_bits(plain.state_dict(), dict(session.state_dict()))
-    assert {p.dtype for p in model.parameters()} == {dtype}
-    expect_bits(values(plain.to(dtype)), values(model))
+    assert [p.dtype for p in model.parameters()] == dtypes
+    expect_bits(values(cast(plain)), values(model))
 
 
 @pytest.mark.parametrize(
@@ -59,21 +67,6 @@ def test_where_nobody_says_a_type_that_is_no_precision_is_refused() -> None:
     assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
 
 
-def test_types_may_be_mixed() -> None:
-    def mixed() -> nn.Sequential:
-        model = mlp()
-        model[2].to(torch.bfloat16)
-        model[4].double()
-        return model
-
-    plain, model = mixed().float(), mixed()
-    dtypes = [p.dtype for p in model.parameters()]
-    with patrickstar.manage(model, adamw(model), options=options(), **EMULATED) as session:
-        assert same_bits(train(plain, adamw(plain)), train(model, session.optimizer))
-        expect_bits(plain.state_dict(), dict(session.state_dict()))
-    assert [p.dtype for p in model.parameters()] == dtypes
-
-
 def test_state_of_another_type_is_taken_over() -> None:
     plain, model = mlp(), mlp().to(torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -92,7 +85,7 @@ def test_state_of_another_type_is_taken_over() -> None:
 def test_gradients_that_there_are_come_back_in_their_type_at_close() -> None:
     plain, model = mlp().to(torch.bfloat16).float(), mlp().to(torch.bfloat16)
     plain(batch()).square().mean().backward()
-    with patrickstar.manage(model, adamw(model), options=options(), **EMULATED):
+    with managed(model, **EMULATED):
         model(batch()).square().mean().backward()
     for want, got in zip(plain.parameters(), model.parameters(), strict=True):
         assert same_bits(want.grad.to(torch.bfloat16), got.grad)
@@ -224,7 +217,7 @@ def test_no_random_number_is_drawn(make_pair: MakePair, drop: float) -> None:
     want = train(plain, oracle)
     after = torch.get_rng_state()
     torch.set_rng_state(states[0])
-    with patrickstar.manage(model, adamw(model), options=options(), **EMULATED) as session:
+    with managed(model, **EMULATED) as session:
         assert same_bits(want, train(model, session.optimizer))
     assert torch.equal(after, torch.get_rng_state())
     assert random.getstate() == states[1]
@@ -241,18 +234,13 @@ def test_a_strided_weight_keeps_its_strides(make_pair: MakePair, machine: dict[s
     assert pair.model[2].weight.stride() == (1, 32)
 
 
-def test_parameters_that_share_memory_without_being_one_are_given_memory_of_their_own_or_refused() -> None:
-    """PyTorch updates the shared bytes twice; under management they are two tensors."""
+def test_parameters_that_share_memory_without_being_one_are_refused() -> None:
+    """PyTorch updates the shared bytes twice; under management they would be two tensors."""
     weight = torch.randn(32, 32)
     model = mlp()
     model[0].weight, model[2].weight = nn.Parameter(weight), nn.Parameter(weight)
-    try:
-        session = patrickstar.manage(model, adamw(model), options=options(), **EMULATED)
-    except patrickstar.LayoutError as refusal:
-        assert "share" in str(refusal)
-        return
-    with session:
-        pytest.fail("two parameters over the same memory were taken apart without a word")
+    with pytest.raises(patrickstar.LayoutError, match="share"):
+        managed(model, **EMULATED)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0, 4), (5, 1, 3)])

@@ -17,13 +17,14 @@ from patrickstar.core.layout import TensorSpec, build_layout
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, STEP, WEIGHT, PlaneRef
 from patrickstar.optim.hyper import Hyper
-from patrickstar.plan.actions import Issue, Wait
+from patrickstar.plan.actions import Issue
 from patrickstar.plan.touches import step_trace
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.testing.faults import FaultyIO
 from patrickstar.testing.manual_lane import ManualLane
 from tests.lanes import LANES
+from tests.parity.zoo import CASES
 from tests.session.builders import (
     LAYERS,
     SLOT,
@@ -32,18 +33,18 @@ from tests.session.builders import (
     Layers,
     MakePair,
     Pair,
-    adamw,
     assert_same,
     backward,
     batch,
     everything,
     expect_bits,
     finish,
+    in_the_smallest,
     loss_of,
-    mlp,
     store_of,
     train,
     train_step,
+    update_moments,
     values,
 )
 from tests.session.test_disk_tier import arm
@@ -150,12 +151,7 @@ def test_chunks_are_updated_whole_in_the_order_in_which_their_last_gradients_com
 def test_an_update_goes_on_beside_the_backward_until_something_needs_it(whole: MakePair) -> None:
     pair = whole(make_lane=lambda src, dst: ManualLane(), choice=ON_DEVICE)
     pair.train(3)
-    begins, ends = dict[int, int](), dict[int, int]()
-    for index, actions in enumerate(pair.session.plan.moments):
-        begins |= {
-            action.of.chunk: index for action in actions if isinstance(action, Issue) and action.of.plane == STEP
-        }
-        ends |= {action.of.chunk: index for action in actions if isinstance(action, Wait) and action.of.plane == STEP}
+    begins, ends = update_moments(pair.session.plan)
     assert begins.keys() == ends.keys() == set(range(LAYERS))
     assert all(ends[chunk] > begins[chunk] + 1 for chunk in range(2, LAYERS)), "a moment of the backward was beside it"
     frees = {ref.chunk: index for index, ref in pair.session.plan.frees}
@@ -183,88 +179,38 @@ def test_the_smallest_budget_is_that_of_the_other_way(whole: MakePair) -> None:
     with pytest.raises(BudgetError) as other:
         whole(device_memory=4096, choice=APART).model(batch())
     assert other.value.smallest_bytes == smallest
-    pair = whole(device_memory=smallest)
-    while True:  # activations are not known before the first forward
-        try:
-            pair.model(batch())
-            break
-        except BudgetError as more:
-            pair = whole(device_memory=more.smallest_bytes)
+
+    def begin(nbytes: int) -> Pair:
+        pair = whole(device_memory=nbytes)
+        pair.model(batch())  # activations are not known before
+        return pair
+
+    pair, _ = in_the_smallest(begin, smallest)
     pair.train_same(3)
     assert not updated(pair)
 
 
-# models
-
-
-class Zoo(nn.Module):
-    """Parameters of every kind in a few chunks: tied ones, a frozen one, one that no group has, one that a batch may leave out, a table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(64, WIDTH)
-        self.layers = mlp(1, layers=3)
-        self.sometimes = nn.Linear(WIDTH, WIDTH)
-        self.frozen = nn.Linear(WIDTH, WIDTH)
-        self.frozen.weight.requires_grad_(False)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.shared = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.head = nn.Linear(WIDTH, 64, bias=False)
-        self.head.weight = self.embedding.weight
-        self.leaves_out = False
-
-    def forward(self, number: int) -> torch.Tensor:
-        ids = torch.randint(64, (4, 3), generator=torch.Generator().manual_seed(number))
-        x = self.shared(self.layers(self.embedding(ids)))
-        if not self.leaves_out:
-            x = self.sometimes(x)
-        x = self.shared(self.norm(self.frozen(x)))
-        return self.head(x).square().mean()
-
-
-def step_of_zoo(model: nn.Module, optimizer: Any, number: int, *, leaves_out: bool = False) -> torch.Tensor:
-    model.leaves_out = leaves_out
-    return finish(model(number), optimizer)
-
-
-def some_of(model: nn.Module) -> patrickstar.AdamW:
-    """An optimizer that has not all parameters: the norm's weight is left to itself."""
-    names = [(name, p) for name, p in model.named_parameters() if name != "norm.weight"]
-    return patrickstar.AdamW(
-        [
-            {"params": [p for name, p in names if p.ndim > 1]},
-            {"params": [p for name, p in names if p.ndim == 1], "lr": 3e-2, "weight_decay": 0.0},
-        ],
-        lr=1e-2,
-        betas=(0.8, 0.95),
-    )
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("choice", [None, APART], ids=["whole", "apart"])
-@pytest.mark.parametrize("make_optimizer", [adamw, some_of])
 @pytest.mark.parametrize("numel", [1024, 2048, 4096])
-@pytest.mark.parametrize("more", [{}, {"tile_rows": 24}], ids=str)
+@pytest.mark.parametrize("name", ["tied", "branches", "adapted", "thawed", "scalars"])
 def test_every_kind_of_parameter_has_the_bits_of_plain_pytorch(
-    choice: UpdateChoice | None,
-    make_optimizer: Callable[..., Any],
-    numel: int,
-    more: dict[str, Any],
-    whole: MakePair,
+    name: str, numel: int, choice: UpdateChoice | None, whole: MakePair
 ) -> None:
-    given = {"make_optimizer": make_optimizer, "with_options": {"chunk_size": numel, **more}}
-    given["device_memory"] = 7 * 4 * numel + 40 * 1024
+    """Tied, frozen, of no group, left out by a batch or by all; several to a chunk, or in several."""
+    case = CASES[name]
+    batches = case.batches(seed=0, count=6)
 
-    def act(model: nn.Module, optimizer: Any) -> torch.Tensor:
-        return torch.stack([step_of_zoo(model, optimizer, number, leaves_out=number in (3, 4)) for number in range(6)])
+    def step(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
+        case.before_step(model, number + 1)
+        return finish(case.loss_of(model, batches[number]), optimizer)
 
-    if more:  # a gradient in tiles has its own order of operations
-        alike(whole, lambda pair: act(pair.model, pair.optimizer), Zoo, choices=(choice,), **given)
-        return
-    pair = whole(Zoo, choice=choice, **given)
-    pair.same(act)
-    pair.expect_same()
+    def optimizer_of(model: nn.Module) -> patrickstar.AdamW:
+        return patrickstar.AdamW(case.groups(model), lr=1e-2)
+
+    room = {"with_options": {"chunk_size": numel}, "device_memory": 7 * 4 * numel + 96 * 1024}
+    pair = whole(case.build, make_optimizer=optimizer_of, choice=choice, **room)
+    pair.train_same(6, by=step)
     assert bool(updated(pair)) == (choice is None)
 
 
@@ -293,7 +239,7 @@ def _for_some(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
     loss.backward(inputs=[model[2].weight, model[6].bias, model[6].weight, model[10].weight])
     optimizer.step()
     optimizer.zero_grad()
-    return loss.detach().clone()
+    return loss.detach()
 
 
 def test_a_backward_for_some_parameters_updates_these_alone_and_loses_none(whole: MakePair) -> None:
@@ -418,27 +364,11 @@ def test_a_parameter_that_leaves_its_group_is_updated_no_more(whole: MakePair) -
         group = optimizer.param_groups[0]
         group["params"] = [p for p in group["params"] if p is not gone]
     before = pair.session.state_dict()["4.weight"].clone()
-    updated(pair)
-    for model, optimizer in ((pair.plain, pair.plain_optimizer), (pair.model, pair.optimizer)):
-        loss_of(model, 2).backward()
-        if model is pair.model:
-            assert torch.equal(model[4].weight.grad.clone(), pair.plain[4].weight.grad), "nobody else has used it"
-        optimizer.step()
-        if model is pair.model:
-            model.zero_grad()
-    pair.plain.zero_grad()
+    pair.each(backward, 2)
+    assert torch.equal(pair.model[4].weight.grad.clone(), pair.plain[4].weight.grad), "nobody else has used it"
+    pair.step()
     assert torch.equal(before, pair.session.state_dict()["4.weight"])
     expect_bits(dict(pair.plain.state_dict()), dict(pair.session.state_dict()))
-
-
-def test_gradients_of_before_are_part_of_the_sum(whole: MakePair) -> None:
-    def leave(model: nn.Module, _: Any) -> None:
-        model[:4](batch(7)).square().mean().backward()
-
-    pair = whole(before=leave)
-    pair.train_same(3)
-    assert set(updated(pair)) == set(range(LAYERS))
-    assert not [ref for ref in open_gradients(pair) if ref.chunk > 1], "only those that have waited have a home"
 
 
 # errors
@@ -657,20 +587,3 @@ def test_a_plan_that_is_left_before_a_gradient_that_waits_teaches_nothing_of_chu
     pair.train(4, first=4, by=step_for_inputs)
     assert_same(pair.plain, pair.plain_optimizer, pair.session)
     assert pair.session.stats().reactive_steps > 0
-
-
-def test_alternating_forwards_have_room_for_what_each_keeps(whole: MakePair) -> None:
-    """A forward whose gradients must wait takes the homes that it needs, whatever was open before."""
-
-    class Either(Layers):
-        def forward(self, x: torch.Tensor, *, detached: bool = False) -> torch.Tensor:
-            out = self.layers(x)
-            if detached:
-                with torch.no_grad():
-                    self.layers(x)
-            return out
-
-    def step(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
-        return finish(model(batch(number), detached=number % 2 == 1).square().mean(), optimizer)
-
-    whole(Either).train_same(6, by=step)

@@ -250,8 +250,10 @@ class Layout:
         for run in self.runs:
             lines.append(f"c{run.head}" + (f" x{run.length}" if run.length > 1 else ""))
             for name in run.tensors:
-                tiles = [tile for tile in self.tiles(name) if tile.chunk == run.head]
-                lines += [f"  {tile.offset}+{tile.numel} {name}" + _from(tile) for tile in tiles]
+                for tile in self.tiles(name):
+                    if tile.chunk == run.head:
+                        start = f" from {tile.tensor_start}" if tile.tensor_start else ""
+                        lines.append(f"  {tile.offset}+{tile.numel} {name}{start}")
         return "\n".join(lines)
 
     def digest(self) -> str:
@@ -304,10 +306,6 @@ def build_layout(specs: Sequence[TensorSpec], *, chunk_numel: int) -> Layout:
     runs.append(Run(head, length, tuple(names)))
     in_order = {spec.name: slices[spec.name] for spec in specs}
     return Layout(chunk_numel, tuple(runs), in_order, tuple(groups))
-
-
-def _from(tile: Tile) -> str:
-    return f" from {tile.tensor_start}" if tile.tensor_start else ""
 
 
 def _refuse_bad_input(specs: Sequence[TensorSpec], chunk_numel: int) -> None:

@@ -5,18 +5,18 @@ A trace prints one line a moment, and parses back:
     trace of 3 moments
     forward wte.weight 4096 c0.weight
     backward wte.weight 4096..81920 c0.grad* c0.weight held c2.weight
-    step wte.weight 0 c0.exp_avg* c0.exp_avg_sq* c0.grad c0.weight* updates c0 ends c0.weight
+    step wte.weight 0 c0.exp_avg* c0.exp_avg_sq* c0.grad c0.weight* updates c0
 
 that is: phase, label, non-model bytes (`4096..81920` where some are alive as the moment begins), what is touched (`*`: written; `@H`: on the
-host, below a device), the chunk whose update begins, what is still in use from earlier moments, and what is used for the last time. A label has
-its odd characters escaped as in a URL; an empty one prints as `-`.
+host, below a device), the chunk whose update begins, and what is still in use from earlier moments. A label has its odd characters escaped as
+in a URL; an empty one prints as `-`.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 from urllib.parse import quote, unquote
@@ -67,7 +67,6 @@ class Moment:
         held: units still in use from earlier moments: they may not move either.
         nonmodel_bytes: peak of everything on the compute tier that is no chunk, from this moment to the next.
         live_bytes: what of that is alive as the moment begins.
-        ends: units whose use ends with this moment; plans do not need it, readers do.
         updates: the chunk whose update begins with this moment, and may go on beside those after it.
     """
 
@@ -77,14 +76,12 @@ class Moment:
     held: tuple[PlaneRef, ...] = ()
     nonmodel_bytes: int = 0
     live_bytes: int = 0
-    ends: tuple[PlaneRef, ...] = ()
     updates: int | None = None
 
     def __post_init__(self) -> None:
         touches = {(touch.ref, touch.tier): touch for touch in sorted(self.touches, key=_in_order)}
         object.__setattr__(self, "touches", tuple(touches.values()))
         object.__setattr__(self, "held", tuple(sorted(set(self.held))))
-        object.__setattr__(self, "ends", tuple(sorted(set(self.ends))))
 
     @property
     def name(self) -> str:
@@ -103,8 +100,6 @@ class Moment:
             words += ["updates", f"c{self.updates}"]
         if self.held:
             words += ["held", *map(str, self.held)]
-        if self.ends:
-            words += ["ends", *map(str, self.ends)]
         return " ".join(words)
 
     @classmethod
@@ -116,7 +111,6 @@ class Moment:
         """
         phase, label, nonmodel, *rest = line.split(" ")
         live_bytes, _, nonmodel_bytes = nonmodel.rpartition("..")
-        rest, ends = _split_at(rest, "ends")
         rest, held = _split_at(rest, "held")
         touches, updates = _split_at(rest, "updates")
         updated = [int(chunk.removeprefix("c")) for chunk in updates]
@@ -127,7 +121,6 @@ class Moment:
             held=tuple(map(PlaneRef.parse, held)),
             nonmodel_bytes=int(nonmodel_bytes),
             live_bytes=int(live_bytes or 0),
-            ends=tuple(map(PlaneRef.parse, ends)),
             updates=updated[0] if updated else None,
         )
 
@@ -172,34 +165,6 @@ class Trace:
     def digest(self) -> str:
         """Equal for equal traces: 16 hexadecimal digits over the text."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
-
-    def differences(self, other: Trace) -> list[str]:
-        """Differences of `other`, a line per op, naming it; empty for equal traces."""
-        lines = [
-            f"moment {self.name(index)}: {', '.join(_changes(mine, theirs))}"
-            for index, (mine, theirs) in enumerate(zip(self.moments, other.moments, strict=False))
-            if mine != theirs
-        ]
-        shared = min(len(self), len(other))
-        lines += [f"moment {self.name(index)}: missing in the other" for index in range(shared, len(self))]
-        lines += [f"moment {other.name(index)}: only in the other" for index in range(shared, len(other))]
-        return lines
-
-
-def _changes(mine: Moment, theirs: Moment) -> list[str]:
-    """Phrases, one per field that differs: sets by what is gone and what is new, the rest by both values."""
-    phrases = []
-    for field in fields(Moment):
-        ours, other = getattr(mine, field.name), getattr(theirs, field.name)
-        if ours == other:
-            continue
-        if isinstance(ours, tuple):
-            gone = [f"-{item}" for item in ours if item not in other]
-            new = [f"+{item}" for item in other if item not in ours]
-            phrases.append(" ".join([field.name, *gone, *new] if gone or new else [field.name, "in another order"]))
-        else:
-            phrases.append(f"{field.name} {ours} -> {other}")
-    return phrases
 
 
 def _in_order(touch: Touch) -> tuple[PlaneRef, str, bool]:

@@ -6,7 +6,6 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from patrickstar.torch_private import storage_at
 __all__ = ["DeviceSpace"]
 
 
-class DeviceSpace:
+class DeviceSpace(Space):
     """Memory of one CUDA device. What fills and copies is queued on the current stream.
 
     Units that are no multiple of what the driver maps at a time (2 MiB) share what they lie in: it is there while one of them is prepared.
@@ -55,9 +54,6 @@ class DeviceSpace:
             return empty.new_empty(0).set_(storage_at(address, nbytes, self._device), 0, size, (1,))
 
         return wrap
-
-    def tensor(self, at: int, nbytes: int) -> Tensor:
-        return self.wrapping(at, nbytes, torch.uint8)()
 
     def fill(self, at: int, nbytes: int, byte: int) -> None:
         if self._addresses is not None:
@@ -108,9 +104,9 @@ class DeviceSpace:
         if not kept:
             addresses.close()
             return
-        left = _Countdown(len(kept), partial(_close_later, addresses, self._device))
-        for storage in kept:
-            weakref.finalize(storage, left.one_less).atexit = False
+        left = set(range(len(kept)))
+        for number, storage in enumerate(kept):
+            weakref.finalize(storage, _close_after, left, number, addresses, self._device).atexit = False
 
     def _pieces(self, at: int, nbytes: int) -> range:
         first = at // self._piece_bytes * self._piece_bytes
@@ -127,20 +123,9 @@ class DeviceSpace:
         return self._addresses
 
 
-class _Countdown:
-    """Calls when it has been told so many times."""
-
-    def __init__(self, left: int, call: Callable[[], None]) -> None:
-        self._left = left
-        self._call = call
-
-    def one_less(self) -> None:
-        self._left -= 1
-        if not self._left:
-            self._call()
-
-
-def _close_later(addresses: DeviceAddresses, device: torch.device) -> None:
-    """Gives the memory up with the last tensor over it, when nothing that was queued uses that."""
-    torch.accelerator.synchronize(device)
-    addresses.close()
+def _close_after(left: set[int], number: int, addresses: DeviceAddresses, device: torch.device) -> None:
+    """Gives the memory up with the last storage over it, when nothing that was queued uses that. `left`: numbers of those that are there."""
+    left.discard(number)
+    if not left:
+        torch.accelerator.synchronize(device)
+        addresses.close()

@@ -26,7 +26,7 @@ from typing import Final
 from patrickstar.core.planes import PlaneRef
 from patrickstar.errors import BudgetError, DeviceError, StateError
 from patrickstar.memory.fileio import ALIGNMENT, FileIO, read_whole, reported, write_whole
-from patrickstar.memory.filesystem import default_disk_bytes, free_bytes, kept_in_memory, prepare_directory
+from patrickstar.memory.filesystem import free_bytes, kept_in_memory, prepare_directory
 from patrickstar.memory.lanes import Task
 from patrickstar.memory.mapping import reserve
 from patrickstar.units import format_bytes
@@ -64,7 +64,7 @@ class DiskPool:
     Args:
         directory: made if its parent exists.
         units: bytes of every unit that rests on disk, multiples of 4096.
-        budget_bytes: what the files may take; `None` for 90 % of what is free there.
+        budget_bytes: what the files may take.
         io: the calls to use.
 
     Raises:
@@ -77,7 +77,7 @@ class DiskPool:
         directory: Path,
         *,
         units: Mapping[PlaneRef, int],
-        budget_bytes: int | None = None,
+        budget_bytes: int,
         io: FileIO | None = None,
     ) -> None:
         for ref, size in units.items():
@@ -95,7 +95,7 @@ class DiskPool:
         self.direct = True
         prepare_directory(directory)
         remove_stale_files(directory, io=self._io)
-        self._budget_bytes = default_disk_bytes(directory) if budget_bytes is None else budget_bytes
+        self._budget_bytes = budget_bytes
         # Made before the first file, so that what follows may fail anywhere.
         self._cleanup = weakref.finalize(self, _remove_files, self._io, self._files, os.getpid())
         self.add(units)
@@ -136,11 +136,6 @@ class DiskPool:
         if not self._prepared:
             used = {file.path for file in self._file_of.values()}
             _remove_files(self._io, self._files, os.getpid(), keep=used)
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The files of the pool, while it is open."""
-        return tuple(self._files)
 
     def extent(self, ref: PlaneRef) -> Extent:
         """The extent of a unit, which it has from the first time on that it is asked for. StateError where the pool is closed."""

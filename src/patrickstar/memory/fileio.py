@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -35,6 +36,7 @@ _ADVICE: Final[Mapping[int | None, str]] = MappingProxyType(
 )
 
 
+@dataclass(frozen=True)
 class FileIO:
     """The system's calls, as they are: they raise `OSError`, and may transfer fewer bytes than asked. None follows a link."""
 

@@ -11,7 +11,7 @@ from typing import Final
 from patrickstar.errors import DeviceError
 from patrickstar.memory.fileio import FileIO, reported
 
-__all__ = ["DISK_SHARE", "default_disk_bytes", "expect_usable", "free_bytes", "kept_in_memory", "prepare_directory"]
+__all__ = ["DISK_SHARE", "expect_usable", "free_bytes", "kept_in_memory", "prepare_directory"]
 
 DISK_SHARE: Final = 0.9
 """Share of what is free in its directory that is the disk tier's budget, where none is given."""
@@ -69,11 +69,6 @@ def free_bytes(directory: Path) -> int:
     place = _place(directory)
     with reported(f"{_argument(directory)}: cannot be asked what is free"):
         return FileIO().free_bytes(place)
-
-
-def default_disk_bytes(directory: Path) -> int:
-    """The budget of the disk tier where none is given: of what is free in the directory."""
-    return int(free_bytes(directory) * DISK_SHARE)
 
 
 def _place(directory: Path) -> Path:

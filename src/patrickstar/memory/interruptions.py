@@ -4,38 +4,35 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import FrameType
-from typing import Any
 
-__all__ = ["InterruptionsPutOff"]
+__all__ = ["interruptions_put_off"]
 
 
-class InterruptionsPutOff:
+@contextmanager
+def interruptions_put_off() -> Iterator[None]:
     """A context in which SIGINT waits until the end of what is done, which must be short: whoever has asked for the signal gets it then.
 
     Only the main thread is interrupted by signals; in others, and where nobody in Python has asked for the signal, nothing changes;
     nor does it inside of another one.
     """
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT) if is_main else None
+    if not callable(handler) or (isinstance(handler, partial) and handler.func is _note):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, partial(_note, came))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(*came[-1])
 
-    __slots__ = ("_came", "_handler")
 
-    def __enter__(self) -> None:
-        self._handler: Any = None
-        if threading.current_thread() is not threading.main_thread():
-            return
-        handler = signal.getsignal(signal.SIGINT)
-        if not callable(handler) or isinstance(getattr(handler, "__self__", None), InterruptionsPutOff):
-            return
-        self._came: list[tuple[int, FrameType | None]] = []
-        self._handler = handler
-        signal.signal(signal.SIGINT, self._note)
-
-    def __exit__(self, *_: object) -> None:
-        if self._handler is None:
-            return
-        signal.signal(signal.SIGINT, self._handler)
-        if self._came:
-            self._handler(*self._came[-1])
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._came.append((number, frame))
+def _note(came: list[tuple[int, FrameType | None]], number: int, frame: FrameType | None) -> None:
+    came.append((number, frame))

@@ -36,12 +36,14 @@ class Ticket(Protocol):
 
     def wait_until_settled(self) -> None:
         """Returns when the work has ended, or is queued on a device; raises what it raised, as far as that is known."""
+        self.wait()
 
     def wait_on_device(self) -> None:
         """Has all that this thread queues on its stream of the device from now on come after the work. Other works are waited for.
 
         Raises what the work raised, as far as that is known.
         """
+        self.wait()
 
     def when_settled(self, call: Callable[[], None]) -> None:
         """Has something called once the work has ended, or is queued on a device; at once where it is. The call is short and raises nothing.
@@ -63,8 +65,8 @@ class Lane(Protocol):
         """Drains the lane, and ends it."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompletedTicket:
+@dataclass(frozen=True)
+class CompletedTicket(Ticket):
     """A work that has ended."""
 
     error: BaseException | None = None
@@ -76,12 +78,6 @@ class CompletedTicket:
     def wait(self) -> None:
         if self.error is not None:
             raise self.error
-
-    def wait_until_settled(self) -> None:
-        self.wait()
-
-    def wait_on_device(self) -> None:
-        self.wait()
 
     def when_settled(self, call: Callable[[], None]) -> None:
         call()

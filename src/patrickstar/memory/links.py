@@ -12,36 +12,10 @@ from patrickstar.memory.lanes import InlineLane, Lane
 from patrickstar.memory.stream_lane import StreamLane
 from patrickstar.memory.thread_lane import PacedLane, StressedLane, ThreadLane
 
-__all__ = ["Links", "MakeLane", "lanes_of"]
+__all__ = ["MakeLane", "lanes_of"]
 
 MakeLane = Callable[[Tier, Tier | None], Lane]
 """Makes the lane from one tier to another; from a tier to itself: that which fills slots there; from a tier to none: that which updates there."""
-
-
-class Links:
-    """The lanes of a session, made when they are first used."""
-
-    def __init__(self, make: MakeLane) -> None:
-        self._make = make
-        self._lanes: dict[tuple[Tier, Tier | None], Lane] = {}
-
-    def lane(self, src: Tier, dst: Tier | None) -> Lane:
-        """The lane from one tier to another, the one that fills slots of a tier, or the one that updates what is there."""
-        found = self._lanes.get((src, dst))
-        if found is None:
-            found = self._lanes[src, dst] = self._make(src, dst)
-        return found
-
-    def drain(self) -> None:
-        """Waits until nothing is under way."""
-        for lane in self._lanes.values():
-            lane.drain()
-
-    def close(self) -> None:
-        """Drains all lanes, and ends them."""
-        self.drain()  # of all, first: works of one may come after those of another
-        for lane in self._lanes.values():
-            lane.close()
 
 
 def lanes_of(

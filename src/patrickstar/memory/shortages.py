@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import cache
-from typing import Protocol
 
 import torch
 
@@ -13,11 +13,8 @@ from patrickstar.torch_private import attach_out_of_memory_observer
 __all__ = ["Listener", "tell_when_out_of_memory"]
 
 
-class Listener(Protocol):
-    """Listener to shortages."""
-
-    def out_of_memory(self, asked_bytes: int, free_bytes: int, total_bytes: int) -> None:
-        """Is told that the device has no memory for so many bytes, in the thread that asks for them. What this raises is raised there."""
+Listener = Callable[[int, int, int], None]
+"""Is told that a device has no memory for so many bytes, how many are free, and of how many, in the thread that asks. It may raise there."""
 
 
 def tell_when_out_of_memory(device: torch.device, listener: Listener) -> None:
@@ -32,7 +29,7 @@ def _listeners() -> dict[int, weakref.WeakSet[Listener]]:
 
     def tell(device: int, asked_bytes: int, total_bytes: int, free_bytes: int) -> None:
         for listener in list(found.get(device, ())):
-            listener.out_of_memory(asked_bytes, free_bytes, total_bytes)
+            listener(asked_bytes, free_bytes, total_bytes)
 
     attach_out_of_memory_observer(tell)
     return found

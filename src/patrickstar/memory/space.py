@@ -18,7 +18,7 @@ __all__ = ["HostSpace", "Space", "copy_by_unit"]
 
 
 class Space(Protocol):
-    """Memory whose addresses are reserved, and whose pages come with their first use.
+    """Memory whose addresses are reserved, and whose pages come with their first use. What has a body here holds for most kinds.
 
     Attributes:
         address_range: first address, and the first one past it.
@@ -44,6 +44,7 @@ class Space(Protocol):
 
     def tensor(self, at: int, nbytes: int) -> Tensor:
         """A tensor of these bytes, for a copy."""
+        return self.wrapping(at, nbytes, torch.uint8)()
 
     def prepare(self, at: int, nbytes: int) -> None:
         """Is told of a slot that is used for the first time, or again after `discard` has asked for that. DeviceError: there is no memory."""
@@ -53,9 +54,11 @@ class Space(Protocol):
 
     def can_lend(self) -> bool:
         """Tells whether the memory of one slot can be another's as well."""
+        return False
 
     def lend(self, at: int, to: int) -> None:
         """Gives the memory of a slot that is prepared to another one as well, which then is: both read and write the same bytes until `discard`."""
+        raise NotImplementedError
 
     def absent_bytes(self, at: int, nbytes: int) -> int:
         """Bytes of a range of whole pages that have none yet."""
@@ -64,7 +67,7 @@ class Space(Protocol):
         """Lets go of the memory: it goes with the last tensor or buffer over it. `kept`: those that a tensor is still over."""
 
 
-class HostSpace:
+class HostSpace(Space):
     """Private anonymous memory of this process. `unit_bytes`: of a slot."""
 
     def __init__(self, nbytes: int, *, unit_bytes: int, name: str) -> None:
@@ -98,9 +101,6 @@ class HostSpace:
         else:
             copy_by_unit(other, from_, self, at, nbytes, unit_bytes=self._unit_bytes)
 
-    def tensor(self, at: int, nbytes: int) -> Tensor:
-        return self.wrapping(at, nbytes, torch.uint8)()
-
     def prepare(self, at: int, nbytes: int) -> None:
         if nbytes >= HUGE_PAGE_BYTES:
             advise_huge(self._start + at, nbytes)
@@ -109,12 +109,6 @@ class HostSpace:
         if os.getpid() == self._owner:
             discard(self._start + at, nbytes)
         return False
-
-    def can_lend(self) -> bool:
-        return False
-
-    def lend(self, at: int, to: int) -> None:  # noqa: ARG002
-        raise StateError(f"the {self.name} arena has each page at one address")
 
     def absent_bytes(self, at: int, nbytes: int) -> int:
         return absent_bytes(self._start + at, nbytes)

@@ -20,7 +20,7 @@ __all__ = ["PacedLane", "StressedLane", "ThreadLane"]
 _LATEST_SECONDS = 2e-3
 
 
-class _Ticket:
+class _Ticket(Ticket):
     """The end of a work that a thread does."""
 
     def __init__(self, end: Future[None]) -> None:
@@ -32,12 +32,6 @@ class _Ticket:
 
     def wait(self) -> None:
         self._end.result()
-
-    def wait_until_settled(self) -> None:
-        self.wait()
-
-    def wait_on_device(self) -> None:
-        self.wait()
 
     def when_settled(self, call: Callable[[], None]) -> None:
         self._end.add_done_callback(lambda _: call())

@@ -120,13 +120,8 @@ def worth_by_next_use(uses: Uses) -> Worth:
     return worth
 
 
-def worth_by_last_use(uses: Uses) -> Worth:
-    """The `lru` policy."""
-    return uses.until
-
-
 POLICIES: Final[Mapping[str, Callable[[Uses], Worth]]] = MappingProxyType(
-    {"next-use": worth_by_next_use, "lru": worth_by_last_use}
+    {"next-use": worth_by_next_use, "lru": lambda uses: uses.until}
 )
 
 

@@ -59,7 +59,7 @@ def worst_moment(
     """
     worst = Need("", 0, start.slot_bytes, 0)
     has_contents = _once_trained if trained else lambda ref: not start.is_free(ref)
-    for index, needed in enumerate(_slots_needed(trace, start=start, has_contents=has_contents, frees=frees)):
+    for index, needed in enumerate(slots_needed(trace, start=start, has_contents=has_contents, frees=frees)):
         nonmodel_bytes = trace.moments[index].nonmodel_bytes
         if not index or needed * start.slot_bytes + nonmodel_bytes > worst.nbytes:
             worst = Need(trace.name(index), needed, start.slot_bytes, nonmodel_bytes)
@@ -69,11 +69,28 @@ def worst_moment(
 def within(trace: Trace, budget_bytes: int, *, start: Residency) -> Trace:
     """The trace of a step that has run in a budget, with no more non-model bytes at any moment than that leaves to later such steps."""
     moments = []
-    counts = _slots_needed(trace, start=start, has_contents=_once_trained)
+    counts = slots_needed(trace, start=start, has_contents=_once_trained)
     for moment, slots in zip(trace.moments, counts, strict=True):
         room = max(0, budget_bytes - slots * start.slot_bytes)
         nonmodel, live = min(moment.nonmodel_bytes, room), min(moment.live_bytes, room)
         moments.append(replace(moment, nonmodel_bytes=nonmodel, live_bytes=live))
+    return Trace(tuple(moments))
+
+
+def with_kept_bytes(trace: Trace, *, kept_bytes: int, budget_bytes: int, start: Residency) -> Trace:
+    """The trace with what an allocator of a device keeps at every moment, as far as what a moment needs in slots leaves it.
+
+    torch's allocator keeps what it has taken from the driver: what activations have had at some moment is not there for slots at another. Slots
+    could only get it by emptying that cache, and the host would wait for the device twice a step.
+
+    Args:
+        kept_bytes: the most non-model bytes of any moment of any stretch. budget_bytes: of the compute tier.
+        start: where units are; sizes and homes are what counts.
+    """
+    moments = []
+    for moment, slots in zip(trace.moments, slots_needed(trace, start=start), strict=True):
+        kept = min(kept_bytes, budget_bytes - slots * start.slot_bytes)
+        moments.append(replace(moment, nonmodel_bytes=max(moment.nonmodel_bytes, kept)))
     return Trace(tuple(moments))
 
 
@@ -100,24 +117,19 @@ def pinned_at(moment: Moment) -> list[PlaneRef]:
     return [*pinned, *(ref for ref in moment.held if ref not in pinned)] if moment.held else pinned
 
 
-def slots_needed(trace: Trace, *, start: Residency) -> list[int]:
-    """Slots that each moment must hold at once, where all that is at home on the compute tier has contents. `start`: as for `worst_moment`."""
-    return list(_slots_needed(trace, start=start, has_contents=lambda _: True))
-
-
 def _once_trained(ref: PlaneRef) -> bool:
     """Tells whether a unit that is at home on the compute tier has contents between steps."""
     return ref.plane != GRAD
 
 
-def _slots_needed(
+def slots_needed(
     trace: Trace,
     *,
     start: Residency,
-    has_contents: Callable[[PlaneRef], bool],
+    has_contents: Callable[[PlaneRef], bool] = lambda _: True,
     frees: Iterable[tuple[int, PlaneRef]] = (),
 ) -> Iterator[int]:
-    """Slots that each moment must hold at once. `has_contents`: asked of what is at home on the compute tier."""
+    """Slots that each moment must hold at once. `has_contents`: asked of what is at home on the compute tier; the rest as for `worst_moment`."""
     freed_after, slots, at_home = frees_by_moment(frees), start.slots, start.at_home()
     resident = set(filter(has_contents, at_home))
     at_rest = sum(slots[ref] for ref in resident)
@@ -232,15 +244,8 @@ def advise(refusal: BudgetError, enough: Mapping[str, int], *, more: str = "") -
     problem, _, advice = str(refusal).partition(_FITS)
     instead = advice.split(_OR)[1 if refusal.smallest_bytes else 0 :] if advice else []
     fits = [" and ".join(_budget(tier, nbytes) for tier, nbytes in enough.items()), *instead]
-    return BudgetError(
-        f"{problem}{_FITS}{_OR.join(fits)}{more}",
-        tier=refusal.tier,
-        moment=refusal.moment,
-        needed_bytes=refusal.needed_bytes,
-        available_bytes=refusal.available_bytes,
-        smallest_bytes=enough[refusal.tier],
-        fixed_bytes=refusal.fixed_bytes,
-    )
+    told = {**vars(refusal), "smallest_bytes": enough[refusal.tier]}
+    return BudgetError(f"{problem}{_FITS}{_OR.join(fits)}{more}", **told)
 
 
 def _budget(tier: str, nbytes: int) -> str:

@@ -47,7 +47,8 @@ def overlap(plan: Plan, trace: Trace, *, moments_ahead: int | None, goes_down: C
     Args:
         goes_down: what will be used on the tier below after the plan's end, and not before that on any other.
     """
-    if moments_ahead == 0 or not (goes_down or any(map(_takes_time, plan.actions()))):
+    issued = (action.work.kind for action in plan.actions() if isinstance(action, Issue))
+    if moments_ahead == 0 or not (goes_down or any(kind is not WorkKind.CREATE for kind in issued)):
         return plan
     return _Overlap(plan, trace, len(trace) if moments_ahead is None else moments_ahead).plan(goes_down)
 
@@ -311,10 +312,6 @@ class _Overlap:
         moments[index].remove(drop)
         moments[at].insert(0, drop)
         return at
-
-
-def _takes_time(action: Action) -> bool:
-    return isinstance(action, Issue) and action.work.kind is not WorkKind.CREATE
 
 
 class _Later:

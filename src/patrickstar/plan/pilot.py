@@ -7,6 +7,7 @@ is decided on the spot, by the same rule and with the same actions.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 from patrickstar.core.fixed_costs import FixedCosts
 from patrickstar.core.machine import Tier
@@ -25,43 +26,33 @@ from patrickstar.units import format_bytes
 __all__ = ["Pilot"]
 
 
+@dataclass(eq=False)
 class Pilot:
     """Decides what must happen, moment by moment. Moves nothing.
 
-    Args:
+    Attributes:
         state: where every unit is now; the store changes it.
         budget_bytes: what the compute tier may hold now, slots and non-model data together. host_bytes: what the host may, below a device.
         policy: "next-use" or "lru".
         spare_bytes: of the budget, to be left free where that can be.
         costs: what the budget that the user gave holds beside, for refusals.
-
-    Attributes:
         capacity_slots: how many slots may be in use at the moment that was asked about last.
     """
 
-    def __init__(
-        self,
-        state: Residency,
-        *,
-        budget_bytes: Callable[[], int],
-        policy: str,
-        host_bytes: int = 0,
-        spare_bytes: int = 0,
-        costs: FixedCosts = FixedCosts(),  # noqa: B008  (frozen)
-    ) -> None:
-        self.costs = costs
-        self._state = state
-        self._budget_bytes = budget_bytes
-        self._policy = policy
-        self._host_bytes = host_bytes
-        self._spare_bytes = spare_bytes
+    state: Residency
+    _: KW_ONLY
+    budget_bytes: Callable[[], int]
+    policy: str
+    host_bytes: int = 0
+    spare_bytes: int = 0
+    costs: FixedCosts = field(default_factory=FixedCosts)
 
-        self.stretch = Stretch(StretchKind.OUTSIDE)
-        self.capacity_slots = 0
-        self._worth: Worth | None = None  # of what the stretch under way uses
-        self._handicap_bytes = 0
-        self._clock = 0
-        self._last_use: dict[PlaneRef, int] = {}
+    stretch: Stretch = field(default_factory=lambda: Stretch(StretchKind.OUTSIDE), init=False)
+    capacity_slots: int = field(default=0, init=False)
+    _worth: Worth | None = field(default=None, init=False)  # of what the stretch under way uses
+    _handicap_bytes: int = field(default=0, init=False)
+    _clock: int = field(default=0, init=False)
+    _last_use: dict[PlaneRef, int] = field(default_factory=dict, init=False)
 
     def begin(self, stretch: Stretch) -> None:
         """Begins a stretch: the next moments belong to it."""
@@ -74,10 +65,10 @@ class Pilot:
         stretch = self.stretch
         actions = stretch.open(held)
         if actions is not None:
-            self.capacity_slots = stretch.room_bytes // self._state.slot_bytes
+            self.capacity_slots = stretch.room_bytes // self.state.slot_bytes
             return actions
-        withheld = stretch.reserve_bytes + self._spare_bytes
-        self.capacity_slots = (self._budget_bytes() - withheld) // self._state.slot_bytes
+        withheld = stretch.reserve_bytes + self.spare_bytes
+        self.capacity_slots = (self.budget_bytes() - withheld) // self.state.slot_bytes
         try:
             return self._make_room((), held, self.capacity_slots)
         except NoRoom:
@@ -85,7 +76,7 @@ class Pilot:
 
     def clearing(self, slot_bytes: int, held: Collection[PlaneRef]) -> Sequence[Action]:
         """Actions by which slots take no more than these bytes, as far as what is held allows; makes the stretch reactive."""
-        stretch, state = self.stretch, self._state
+        stretch, state = self.stretch, self.state
         stretch.depart(f"the {stretch.kind} took more memory at op {stretch.position} than its trace has")
         here = state.taken[state.compute]
         pinned = sum(state.slots[ref] for ref in here if ref in held or state.home[ref] is state.compute)
@@ -93,9 +84,9 @@ class Pilot:
 
     def yield_bytes(self, nbytes: int, *, slots: int) -> None:
         """Leaves chunks less room until the stretch ends: `nbytes` less than `slots` take, since something else has taken these bytes."""
-        room = max(0, slots * self._state.slot_bytes - nbytes)
-        withheld = self.stretch.reserve_bytes + self._spare_bytes
-        self._handicap_bytes = max(self._handicap_bytes, self._budget_bytes() - withheld - room)
+        room = max(0, slots * self.state.slot_bytes - nbytes)
+        withheld = self.stretch.reserve_bytes + self.spare_bytes
+        self._handicap_bytes = max(self._handicap_bytes, self.budget_bytes() - withheld - room)
         self.stretch.depart(f"{format_bytes(nbytes)} more are allocated than the plan has")
 
     def planned(self, phase: Phase, touches: Sequence[Touch], held: Collection[PlaneRef]) -> Sequence[Action] | None:
@@ -109,7 +100,7 @@ class Pilot:
             return None
         actions = stretch.follow(phase, touches, held)
         if actions is not None:
-            self.capacity_slots = stretch.room_bytes // self._state.slot_bytes
+            self.capacity_slots = stretch.room_bytes // self.state.slot_bytes
         return actions
 
     def nearest(self, touches: Iterable[Touch]) -> tuple[Touch, ...]:
@@ -117,11 +108,11 @@ class Pilot:
 
         What only the tiers below the device have is used on the host, if the host has room for all of it at once.
         """
-        state, found = self._state, tuple(touches)
+        state, found = self.state, tuple(touches)
         if state.compute is Tier.HOST:
             return found
         below = {touch.ref for touch in found if state.tier_of(touch.ref) in (Tier.HOST, Tier.DISK)}
-        room = capacity_of(state, 0, host_bytes=self._host_bytes)[Tier.HOST]
+        room = capacity_of(state, 0, host_bytes=self.host_bytes)[Tier.HOST]
         if sum(state.slots[ref] for ref in below if state.home[ref] is Tier.DISK) > room:
             return found
         return tuple(touch._replace(tier=Tier.HOST) if touch.ref in below else touch for touch in found)
@@ -142,17 +133,15 @@ class Pilot:
         self, phase: Phase, label: str, touches: Sequence[Touch], held: Collection[PlaneRef]
     ) -> Sequence[Action]:
         stretch = self.stretch
-        budget, slot_bytes = self._budget_bytes(), self._state.slot_bytes
-        withheld = stretch.reserve_bytes + self._handicap_bytes + self._spare_bytes
+        budget, slot_bytes = self.budget_bytes(), self.state.slot_bytes
+        withheld = stretch.reserve_bytes + self._handicap_bytes + self.spare_bytes
         self.capacity_slots = (budget - withheld) // slot_bytes
         try:
             return self._make_room(touches, held, self.capacity_slots)
         except NoRoom as refusal:
-            if refusal.tier is not self._state.compute:
+            if refusal.tier is not self.state.compute:
                 moment = f"{stretch.position} {phase} {label}"
-                raise refuse_host(
-                    refusal.needed_slots, moment, state=self._state, host_bytes=self._host_bytes
-                ) from None
+                raise refuse_host(refusal.needed_slots, moment, state=self.state, host_bytes=self.host_bytes) from None
             needed_slots = refusal.needed_slots
         # The reserve is a forecast; what is asked for now is a fact, and stays alone. The meter, where there is one, has the last word.
         needed_bytes = needed_slots * slot_bytes
@@ -162,12 +151,12 @@ class Pilot:
             budget += self.costs.set_aside_bytes
             fixed = f" + fixed costs {format_bytes(fixed_bytes)}" if fixed_bytes else ""
             raise BudgetError(
-                f"{self._state.compute.label} memory is {format_bytes(needed_bytes - budget)} short at {phase} {label}\n"
+                f"{self.state.compute.label} memory is {format_bytes(needed_bytes - budget)} short at {phase} {label}\n"
                 f"  needed {format_bytes(needed_bytes)} = {needed_slots} chunk slots of {format_bytes(slot_bytes)} in use at once{fixed}; "
                 f"budget {format_bytes(budget)}\n"
                 "  release views of parameters and of gradients that still pin slots (session.state_dict() reads one tensor at a time, "
                 "session.export(dir) writes them as save_pretrained does), or give a larger budget",
-                tier=self._state.compute.label,
+                tier=self.state.compute.label,
                 moment=f"{stretch.position} {phase} {label}",
                 needed_bytes=needed_bytes,
                 available_bytes=budget,
@@ -178,8 +167,8 @@ class Pilot:
         return self._make_room(touches, held, needed_slots)
 
     def _make_room(self, touches: Sequence[Touch], held: Collection[PlaneRef], capacity_slots: int) -> Sequence[Action]:
-        state = self._state
-        capacity = capacity_of(state, capacity_slots, host_bytes=self._host_bytes)
+        state = self.state
+        capacity = capacity_of(state, capacity_slots, host_bytes=self.host_bytes)
         waits = [Wait(update) for update in state.updates]
         if waits:
             state = state.copy()
@@ -193,7 +182,7 @@ class Pilot:
     def _order(self, stretch: Stretch) -> Order:
         if stretch.trace is not None and stretch.position < len(stretch.trace.moments):
             if self._worth is None:
-                self._worth = POLICIES[self._policy](Uses(stretch.trace))
+                self._worth = POLICIES[self.policy](Uses(stretch.trace))
             worth, now = self._worth, stretch.position
-            return lambda tier, refs: eviction_order(refs, state=self._state, tier=tier, worth=worth, now=now)
+            return lambda tier, refs: eviction_order(refs, state=self.state, tier=tier, worth=worth, now=now)
         return lambda _, refs: sorted(refs, key=lambda ref: (self._last_use.get(ref, -1), ref))

@@ -23,7 +23,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Final
 
 from patrickstar.core.machine import Machine
@@ -103,24 +102,6 @@ class Plan:
     def digest(self) -> str:
         """Equal for equal plans: 16 hexadecimal digits over the text."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
-
-    def diff(self, other: Plan) -> list[str]:
-        """Differences of `other`: two lines, `-` and `+`, per thing that differs; empty for equal plans."""
-        lines: list[str] = []
-        pairs: list[tuple[str, object, object]] = [
-            ("moments", len(self.moments), len(other.moments)),
-            *((name, getattr(self, name), getattr(other, name)) for name in ("policy", "layout", "machine", "start")),
-        ]
-        for index, (mine, theirs) in enumerate(zip_longest(self.moments, other.moments, fillvalue=())):
-            pairs.append((f"moment {index}:", _line(mine) or "nothing", _line(theirs) or "nothing"))
-        pairs += [("frees", self._frees_line(), other._frees_line()), ("end", self.end, other.end)]
-        for what, ours, its in pairs:
-            if ours != its:
-                lines += [f"- {what} {ours}", f"+ {what} {its}"]
-        return lines
-
-    def _frees_line(self) -> str:
-        return ", ".join(f"{ref} after {index}" for index, ref in self.frees) or "nothing"
 
 
 _PLAN: Final = re.compile(

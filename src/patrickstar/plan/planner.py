@@ -11,23 +11,24 @@ Note [Traces that are told apart by identity]
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeVar
 
+from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Touch, Trace
 from patrickstar.plan.check import check
-from patrickstar.plan.fit import worst_moment
-from patrickstar.plan.kept_bytes import with_kept_bytes
+from patrickstar.plan.fit import with_kept_bytes, worst_moment
 from patrickstar.plan.make import make_plan, must_repeat
 from patrickstar.plan.plan import Plan
-from patrickstar.plan.residency import Residency
+from patrickstar.plan.residency import Residency, slots_of
 from patrickstar.plan.stretch import Ask, Draft, StretchKind
-from patrickstar.plan.touches import gradients_freed
+from patrickstar.plan.touches import gradients_freed, norm_trace, on_tiers, step_trace
 from patrickstar.plan.update_choice import UpdateChoice, UpdatePlaces, choose_places, choose_tiers
 from patrickstar.plan.weave import own_moments, weave
 from patrickstar.plan.whole_chunks import update_whole_chunks
@@ -63,18 +64,22 @@ class Planner:
     Attributes:
         policy: of eviction. prefetch: moments by which transfers may be early. choice: where updates are done.
         weaves: whether updates are woven into the next forward. keeps: whether an allocator of a device keeps what activations have had.
-        slots_of_gradient: slots of the gradient of a chunk. checks: whether each new plan is held against `plan/check.py`.
+        in_chunks: whether gradients lie in chunks. norm_bytes, update_bytes: what the norm, or an update, takes of the tier that computes.
+        checks: whether each new plan is held against `plan/check.py`.
         made: is told of each new plan, and its trace.
     """
 
     layout: Layout
+    formats: SessionFormats
     budgets: PlanBudgets
     policy: str
     prefetch: int | None
     choice: UpdateChoice
     weaves: bool
     keeps: bool
-    slots_of_gradient: Callable[[int], int]
+    in_chunks: bool
+    norm_bytes: int = 0
+    update_bytes: int = 0
     checks: bool = False
     made: Callable[[Plan, Trace], object] = lambda *_: None
 
@@ -92,6 +97,28 @@ class Planner:
         for make_better in PASSES:
             draft = make_better(self, draft)
         return draft
+
+    # what stretches go through that no forward shows
+
+    def norm_trace(self, names: Collection[str]) -> Trace:
+        """The trace of the norm of these parameters' gradients."""
+        formats = self.formats.now
+        make = partial(norm_trace, self.layout, names, formats=formats, scratch_bytes=self.norm_bytes)
+        return self.once(("norm", frozenset(names), formats.thawed), make)
+
+    def update_trace(self, names: Collection[str], tiers: Mapping[int, Tier] = MappingProxyType({})) -> Trace:
+        """The trace of the update of these parameters. `tiers`: of chunks that are not updated where the step computes."""
+        layout, formats, scratch_bytes = self.layout, self.formats.now, self.update_bytes
+
+        def make() -> Trace:
+            trace = step_trace(layout, names, formats=formats, in_plane=self.in_chunks, scratch_bytes=scratch_bytes)
+            return on_tiers(trace, tiers)
+
+        return self.once(("step", frozenset(names), frozenset(tiers.items()), formats.thawed), make)
+
+    def slots_of_gradient(self, chunk: int) -> int:
+        """Slots that the gradient of a chunk takes."""
+        return slots_of(PlaneRef(chunk, GRAD), self.layout, self.formats.now)
 
     # the order of stretches
 
@@ -157,14 +184,17 @@ class Planner:
         """The gradients that the updates after a stretch will read on the tier below: they are complete in the last backward before a step."""
         return self._used_below if ask.is_last else frozenset()
 
-    def with_touches(self, trace: Trace, touches: Iterable[tuple[Touch, ...]]) -> Trace:
-        """The trace with these touches at its moments."""
-        own = tuple(touches)
+    def read_where_it_is(self, norm: Trace, nearest: Callable[[tuple[Touch, ...]], tuple[Touch, ...]]) -> Trace:
+        """The trace of a norm each of whose moments reads a gradient where that is. `nearest`: gives the touches for that."""
+        # From the host a device brings gradients up: its squares take less time than the host's, and nobody waits.
+        if not self.weaves or self.keeps:
+            return norm
+        own = tuple(nearest(moment.touches) for moment in norm.moments)
 
         def make() -> Trace:
-            return Trace(tuple(replace(moment, touches=new) for moment, new in zip(trace.moments, own, strict=True)))
+            return Trace(tuple(replace(moment, touches=new) for moment, new in zip(norm.moments, own, strict=True)))
 
-        return self.once(("touches", id(trace), own), make, trace)
+        return self.once(("touches", id(norm), own), make, norm)
 
 
 # the passes
@@ -193,12 +223,8 @@ def allocator_keeps(planner: Planner, draft: Draft) -> Draft:
         return draft
     ask, trace = draft.ask, draft.trace
     budget = planner.budgets.room_bytes(knows_workspaces=ask.knows_workspaces) - ask.taken_bytes
-    make = partial(_keeping, draft, budget)
+    make = partial(with_kept_bytes, trace, kept_bytes=ask.level_bytes, budget_bytes=budget, start=draft.start)
     return replace(draft, trace=planner.once(("kept", id(trace), ask.level_bytes, budget), make, trace))
-
-
-def _keeping(draft: Draft, budget_bytes: int) -> Trace:
-    return with_kept_bytes(draft.trace, kept_bytes=draft.ask.level_bytes, budget_bytes=budget_bytes, start=draft.start)
 
 
 def place_updates(planner: Planner, draft: Draft) -> Draft:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from patrickstar.core.layout import Layout
 from patrickstar.core.ledger import Ledger
-from patrickstar.core.machine import LINKS, Machine, Tier
+from patrickstar.core.machine import LINKS, Tier
 from patrickstar.core.trace import Trace
 from patrickstar.plan.actions import Action, Drop, Issue, Work, WorkKind
 from patrickstar.plan.plan import Plan
@@ -36,13 +35,12 @@ class Simulation:
     per_moment: tuple[int, ...]
 
 
-def simulate(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> Simulation:
+def simulate(plan: Plan, trace: Trace) -> Simulation:
     """Carries a plan out on paper.
 
     Raises:
         InvariantError: the plan is not legal; `check` says all that is wrong with it.
     """
-    assert (plan.layout, plan.start.compute) == (layout.digest(), machine.compute), "the plan is for another session"
     state = Residency.of(plan.start)
     compute, slot_bytes = state.compute, state.slot_bytes
     ledger = Ledger()

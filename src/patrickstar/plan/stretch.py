@@ -2,7 +2,7 @@
 
 Note [Traces of a stretch]
     `Ask.trace` is what is expected to happen: a forecast of the forward and its backward (`tracing/offline.py`), what was measured of such a step
-    (`step/known_forwards.py`), or the chunks that the norm or the optimizer's step go through (`step/step_traces.py`).
+    (`step/known_forwards.py`), or the chunks that the norm or the optimizer's step go through (`Planner.norm_trace`, `Planner.update_trace`).
     `Draft.foreseen` is that with what was added to it: bytes that such a step has taken more, and moments of updates.
     `Draft.trace` has what a device's allocator keeps as well. The plan is made of it, and moments are held against it.
 """
@@ -85,12 +85,6 @@ class Draft:
     lets_go_at: int = 0
     whole_chunks: WholeChunks | None = None
     plan: Plan | None = None
-
-    @property
-    def made(self) -> Plan:
-        """The plan, which is made."""
-        assert self.plan is not None, "no pass has made a plan"
-        return self.plan
 
     @property
     def start(self) -> Residency:

@@ -73,10 +73,6 @@ class Touches:
         self.counts.uses.clear()
         self.counts.apart.clear()
 
-    def unpack(self, ref: PlaneRef) -> tuple[Phase, tuple[Touch, ...]]:
-        """The phase and the touches of a backward's need for what a use has saved of a unit."""
-        return Phase.BACKWARD, (Touch(ref),)
-
     def gradient(self, label: str) -> Iterator[tuple[Part, tuple[Touch, ...]]]:
         """The moments of a gradient's arrival: the piece of the gradient that each is about, and what it touches."""
         if self.gradients is GradientUse.TENSOR:

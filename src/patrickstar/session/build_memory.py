@@ -11,10 +11,12 @@ from patrickstar.core.planes import GradientUse
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.device_space import DeviceSpace
 from patrickstar.memory.disk import DiskPool
-from patrickstar.memory.links import Links, MakeLane, lanes_of
+from patrickstar.memory.links import MakeLane, lanes_of
 from patrickstar.memory.pinned_space import PinnedSpace
 from patrickstar.memory.space import HostSpace, Space
 from patrickstar.memory.store import ChunkStore
+from patrickstar.memory.unit_bytes import UnitBytes
+from patrickstar.memory.works_under_way import WorksUnderWay
 from patrickstar.plan.residency import Residency
 from patrickstar.session.start import Setup, resting_state
 from patrickstar.step.precision import torch_type
@@ -46,17 +48,16 @@ def build_memory(setup: Setup, *, make_lane: MakeLane | None = None) -> ChunkSto
             ledger.add(tier, state.unit_bytes(ref))
     rate = None if options.emulated_link is None else parse_rate(options.emulated_link, name="emulated_link")
     lanes = lanes_of(bytes_per_second=rate, stress_seed=options.stress_seed, device=budgets.stream_device)
-    return ChunkStore(
-        state,
+    units = UnitBytes(
+        state=state,
         arenas=_arenas(setup, state),
         disk=pool,
-        links=Links(make_lane or lanes),
         dtype=lambda ref: torch_type(formats.now.of(ref, layout)),
-        chunks=layout.slots,
         ledger=ledger,
-        device=budgets.stream_device,
-        poison=options.poison,
     )
+    device, poison = budgets.stream_device, options.poison
+    works = WorksUnderWay(units, make_lane or lanes, chunks=layout.slots, device=device, poison=poison)
+    return ChunkStore(units, works)
 
 
 def _arenas(setup: Setup, state: Residency) -> dict[Tier, Arena]:

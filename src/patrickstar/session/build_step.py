@@ -17,6 +17,7 @@ from patrickstar.optim.user_optimizer import read_groups
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.escapes import EscapedMemory
 from patrickstar.plan.pilot import Pilot
+from patrickstar.plan.planner import Planner
 from patrickstar.plan.touches import Touches
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.parts import Parts
@@ -32,7 +33,6 @@ from patrickstar.step.masters_by_hand import MastersByHand
 from patrickstar.step.optimizer_step import OptimizerStep
 from patrickstar.step.out_of_memory import OutOfMemory
 from patrickstar.step.room import DeviceRoom, Room, room_of
-from patrickstar.step.step_traces import StepTraces
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.training import Training
 from patrickstar.step.training_deferred import DeferredTraining
@@ -113,24 +113,25 @@ def build_step(
         room_bytes=budgets.room_bytes,
         why=setup.by_use,
     )
+    planner = setup.planner(choice, room.planned)
     stretches = Stretches(
         executor=executor,
-        planner=setup.planner(
-            choice, late_planes.slots_of_gradient, lambda plan, trace: room.planned(plan, trace, layout)
-        ),
+        planner=planner,
         budgets=budgets,
         tracer=setup.tracer(in_a_group),
         taken_bytes=binding.taken_bytes,
         late_planes=late_planes,
         whole_chunks=gradients is GradientUse.UPDATE and not choice.apart,
         whole=whole,
-        may_weave=lambda: not events.watches and all(isinstance(key, PlaneRef) for key in store.leases.living()),
+        may_weave=lambda: (
+            not events.to.escaped.watched and all(isinstance(key, PlaneRef) for key in store.leases.living())
+        ),
     )
     weights = Weights(binding, layout, executor, late_planes)
     in_chunks = Gradients(
         layout,
         executor,
-        store.dtype,
+        store.units.dtype,
         late_planes,
         views=binding.assembled,
         passes=setup.passes or {},
@@ -140,7 +141,8 @@ def build_step(
     if optimizer is not None:
         training = _build_training(
             setup,
-            is_watched=lambda: events.watches,
+            planner=planner,
+            is_watched=lambda: bool(events.to.escaped.watched),
             late_planes=late_planes,
             whole=whole,
             touches=touches,
@@ -152,7 +154,7 @@ def build_step(
             in_chunks=in_chunks,
         )
     steps = {} if training is None else training.steps
-    neighbours = Neighbours(
+    events.to = Neighbours(
         executor=executor,
         stretches=stretches,
         training=training,
@@ -165,7 +167,6 @@ def build_step(
         take_back=binding.take_back,
         is_whole=lambda: whole.holds,
     )
-    events.connect(neighbours)
     return Parts(
         model=model,
         named=named,
@@ -186,6 +187,7 @@ def build_step(
 def _build_training(
     setup: Setup,
     *,
+    planner: Planner,
     is_watched: Callable[[], bool],
     late_planes: LatePlanes,
     whole: Whole,
@@ -194,10 +196,8 @@ def _build_training(
     **parts: Any,
 ) -> Training:
     """Training in the mode in which gradients are used. `parts`: that training has in common with the optimizer's step."""
-    formats, passes, memory = setup.formats, setup.passes or {}, setup.memory
-    in_chunks = setup.gradients is not GradientUse.TENSOR
-    traces = StepTraces(setup.layout, formats, in_chunks=in_chunks, passes=setup.budgets.passes)
-    parts["updates"] = OptimizerStep(traces=traces, passes=passes, formats=formats, **parts)
+    passes, memory = setup.passes or {}, setup.memory
+    parts["updates"] = OptimizerStep(planner=planner, passes=passes, **parts)
     parts |= {"touches": touches, "hypers": hypers}
     if setup.gradients is GradientUse.UPDATE:
         return InBackwardTraining(is_watched=is_watched, **parts)

@@ -13,13 +13,12 @@ from patrickstar.config.arguments import MemoryOptions, check_arguments
 from patrickstar.core.formats import Formats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
-from patrickstar.core.planes import GRAD, GradientUse, PlaneRef
+from patrickstar.core.planes import GRAD, GradientUse
 from patrickstar.core.trace import Trace
 from patrickstar.errors import BudgetError, Error
 from patrickstar.memory.allocator import allocator
 from patrickstar.plan.fit import advise, expect_room, worst_moment
 from patrickstar.plan.plan import Plan
-from patrickstar.plan.residency import slots_of
 from patrickstar.plan.simulate import Simulation
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.paper_run import PaperRun
@@ -28,7 +27,6 @@ from patrickstar.session.start import Setup, add_gradients, resting_state, set_u
 from patrickstar.step.budgets import Budgets, find_resources, leaves_room, with_retention
 from patrickstar.step.resources import Resources
 from patrickstar.step.room import EARLY_BYTES
-from patrickstar.step.step_traces import StepTraces
 from patrickstar.tracing.offline import CannotTrace
 
 __all__ = ["Forecast", "forecast"]
@@ -146,16 +144,16 @@ def _forecast(
     in_chunks = setup.gradients is GradientUse.CHUNK
     late = _updated_late(step, layout) if in_backward else trainable
     takes_norm = clips and in_chunks
-    known = StepTraces(layout, formats, in_chunks=in_chunks or in_backward, passes=budgets.passes)
+    planner = setup.planner(choice)
     beside = 0 if in_chunks or in_backward else sum(named[name].numel() * 4 for name in late)
 
     @cache  # a plan is kept for the very same trace
     def update_of(tiers: frozenset[tuple[int, Tier]] = frozenset()) -> Trace:
-        trace = known.step(late, dict(tiers))
+        trace = planner.update_trace(late, dict(tiers))
         return _update_beside(trace, beside) if beside else trace
 
     updates = [update_of()] if late or not in_backward else []
-    traces = (step, *([known.norm(trainable)] if takes_norm else []), *updates)
+    traces = (step, *([planner.norm_trace(trainable)] if takes_norm else []), *updates)
     facts = {
         "parameters": sum(parameter.numel() for parameter in named.values()),
         "model_data_bytes": _model_data_bytes(layout, named, formats.now, keeps_gradients=not in_backward),
@@ -172,12 +170,11 @@ def _forecast(
         expect_room(need, budgets.machine_for(need.nbytes))
         ran = list[tuple[Simulation, Trace]]()
         run = PaperRun(
-            planner=setup.planner(choice, lambda chunk: slots_of(PlaneRef(chunk, GRAD), layout, formats.now)),
+            planner=planner,
             state=state,
             budgets=budgets,
             forward=step,
             update_of=update_of,
-            traces=known,
             trained=late,
             clips=takes_norm,
             in_backward=in_backward,

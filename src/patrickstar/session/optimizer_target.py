@@ -43,7 +43,7 @@ class OptimizerTarget:
         events.check_watch()
         events.take_back()
         self._training().step()
-        if events.watches:  # what is written to that memory from now on comes after this update
+        if events.to.escaped.watched:  # what is written to that memory from now on comes after this update
             self.parts.executor.settle()
 
     def zero_grad(self, set_to_none: bool) -> None:

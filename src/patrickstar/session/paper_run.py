@@ -22,7 +22,6 @@ from patrickstar.plan.stretch import Ask, Draft, StretchKind
 from patrickstar.plan.touches import master_touches
 from patrickstar.session.smallest import let_gradients_go
 from patrickstar.step.budgets import Budgets
-from patrickstar.step.step_traces import StepTraces
 
 __all__ = ["PaperRun", "PaperStep"]
 
@@ -44,7 +43,7 @@ class PaperRun:
 
     Attributes:
         state: where everything rests, at first before `manage` fills in the weights. forward: the trace of a forward and its backward.
-        update_of: gives the trace of the update with chunks on these tiers. traces: of the norm.
+        update_of: gives the trace of the update with chunks on these tiers.
         trained: the parameters that the optimizer updates; in a backward, those that wait for its end.
         clips: whether the norm of the gradients is taken. in_backward: whether parameters are updated as gradients arrive.
         whole: whether a backward updates chunks whole where there is room. gradient_bytes: where parameters keep their bytes, what gradients take
@@ -57,7 +56,6 @@ class PaperRun:
     budgets: Budgets
     forward: Trace
     update_of: Callable[..., Trace]
-    traces: StepTraces
     trained: Collection[str]
     clips: bool
     in_backward: bool
@@ -136,10 +134,7 @@ class PaperRun:
             self.state.shrink(sorted(ref for ref in draft.whole_chunks.homes if self.state.is_free(ref)))
 
     def _norm(self, step: PaperStep) -> None:
-        trace = self.traces.norm(self.trained)
-        if self.planner.weaves and self.budgets.stream_device is None:
-            nearest = self._pilot().nearest
-            trace = self.planner.with_touches(trace, (nearest(moment.touches) for moment in trace.moments))
+        trace = self.planner.read_where_it_is(self.planner.norm_trace(self.trained), self._pilot().nearest)
         self._carry_out(self._plan(StretchKind.NORM, trace), step)
 
     def _update(self, step: PaperStep) -> None:
@@ -169,9 +164,10 @@ class PaperRun:
         )
 
     def _carry_out(self, draft: Draft, step: PaperStep) -> None:
-        plan, trace = draft.made, draft.trace
+        plan, trace = draft.plan, draft.trace
+        assert plan is not None, "no pass has made a plan"
         self.planner.began(draft.ask.kind, trace)
-        simulated = simulate(plan, trace, layout=self.planner.layout, machine=plan.machine)
+        simulated = simulate(plan, trace)
         self.simulated(simulated, trace)
         for tier, nbytes in simulated.peak.items():
             self.peak[tier] = max(self.peak[tier], nbytes)

@@ -13,7 +13,7 @@ from patrickstar.hooks import Watched
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.whole_calls import WholeCalls
 from patrickstar.session.buffers import Kind
-from patrickstar.step.events import Events
+from patrickstar.step.events import Events, expect_own_parameters
 from patrickstar.step.executor import Executor
 from patrickstar.step.gradients import Gradients
 from patrickstar.step.out_of_memory import OutOfMemory
@@ -73,7 +73,7 @@ class Parts:
         """Raises StateError where the weights are of no one step, or not those that are managed."""
         if self.training is not None:
             self.training.expect_whole()
-        self.events.expect_own_parameters()
+        expect_own_parameters(self.model, self.named, self.binding.is_managed)
 
 
 @dataclass(frozen=True, slots=True)

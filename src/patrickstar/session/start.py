@@ -108,22 +108,20 @@ class Setup:
             compute=self.precision.compute,
         )
 
-    def planner(
-        self,
-        choice: UpdateChoice,
-        slots_of_gradient: Callable[[int], int],
-        made: Callable[[Plan, Trace], object] = lambda *_: None,
-    ) -> Planner:
-        """The planner of steps. `choice`: where updates are done; the others: as `Planner` has them."""
+    def planner(self, choice: UpdateChoice, made: Callable[[Plan, Trace], object] = lambda *_: None) -> Planner:
+        """The planner of steps. `choice`: where updates are done; `made`: as `Planner` has it."""
         return Planner(
             layout=self.layout,
+            formats=self.formats,
             budgets=self.budgets,
             policy=self.memory.options.eviction,
             prefetch=self.memory.options.prefetch,
             choice=choice,
             weaves=self.gradients is GradientUse.CHUNK and not choice.apart,
             keeps=self.budgets.stream_device is not None,
-            slots_of_gradient=slots_of_gradient,
+            in_chunks=self.gradients is not GradientUse.TENSOR,
+            norm_bytes=self.budgets.passes.norm,
+            update_bytes=self.budgets.passes.update,
             checks=self.memory.options.poison,
             made=made,
         )

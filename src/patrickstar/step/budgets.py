@@ -27,7 +27,9 @@ _CPU = torch.device("cpu")
 HOST_SHARE = 0.8
 DEVICE_SHARE = 0.9
 _SMALL_TENSORS_BYTES = 4 * KIB  # of a step on a device: a loss that is kept, factors, counts, a grain for each
-_FLOOR_BYTES = 240 * MIB  # and what kernels keep for each thread
+_FLOOR_BYTES = (
+    240 * MIB
+)  # and what kernels keep for each thread: no smaller host_memory is never grown past, decision record 0022
 _SPARE_SHARE = 16
 _THREAD_BYTES = 8 * MIB  # what the matrix kernels keep for each thread that computes: decision record 0002
 _EXPECTED_BYTES = 24 * MIB  # of `extra_bytes`, as a rule: the same record
@@ -153,7 +155,8 @@ def find_budgets(
         host = parse_size(memory.host_memory, name="host_memory", total_bytes=has.host_total_bytes)  # type: ignore[arg-type]
     else:
         host = int((has.host_free_bytes + weight_bytes) * HOST_SHARE)
-    costs = FixedCosts(host, _floor_bytes(has.threads)) if host_binds and has.device == "cpu" else FixedCosts(host)
+    floor = _FLOOR_BYTES + _THREAD_BYTES * has.threads if host_binds and has.device == "cpu" else 0
+    costs = FixedCosts(host, floor)
     budget = {Tier.HOST: costs.room_bytes}
     limit = has.resident_bytes - weight_bytes + costs.room_bytes
     if memory.disk is not None:
@@ -180,11 +183,6 @@ def find_budgets(
     device = torch.device(has.device) if has.on_gpu else _CPU
     fixed = _SMALL_TENSORS_BYTES if has.on_gpu else 0
     return Budgets(Machine(Tier.DEVICE, budget, costs), host_binds, limit, 1.0, fixed_bytes=fixed, device=device)
-
-
-def _floor_bytes(threads: int) -> int:
-    """The smallest `host_memory` that the process never grows past, fixed costs included: decision record 0022."""
-    return _FLOOR_BYTES + _THREAD_BYTES * threads
 
 
 def _disk_budget(directory: Path, wanted: int | str | None, *, free: int | None) -> int:

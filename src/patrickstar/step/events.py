@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -29,7 +29,7 @@ from patrickstar.step.training import Training
 from patrickstar.torch_private import backward_id, backward_makes_graph
 from patrickstar.tracing.cast_inputs import cast_inputs
 
-__all__ = ["Events", "Neighbours"]
+__all__ = ["Events", "Neighbours", "expect_own_parameters"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,124 +49,112 @@ class Neighbours:
     is_whole: Callable[[], bool]
 
 
+@dataclass(kw_only=True, eq=False)
 class Events:
     """The owner of the bytes of parameters, as far as the binding is concerned.
 
-    Made before the binding, which needs its owner, and connected afterwards to what needs the binding.
+    Made before the binding, which needs its owner, and given `to` afterwards: what needs the binding.
 
     Attributes:
-        seconds: durations of the last forward and backward.
+        compute: the type that inputs are cast to. seconds: durations of the last forward and backward.
     """
 
-    _to: Neighbours
+    model: nn.Module
+    named: Mapping[str, nn.Parameter]
+    touches: Touches
+    compute: torch.dtype = torch.float32
 
-    def __init__(
-        self,
-        *,
-        model: nn.Module,
-        named: Mapping[str, nn.Parameter],
-        touches: Touches,
-        compute: torch.dtype = torch.float32,
-    ) -> None:
-        self._model = model
-        self._named = named
-        self._registered = Registered(model)
-        self._probe = next(iter(named.values()))
-        self.touches = touches
-        self._compute = compute
+    to: Neighbours = field(init=False)
+    seconds: dict[str, float] = field(default_factory=lambda: {"forward": 0.0, "backward": 0.0})
+    session_name: str = "a session"
+    _depth: int = 0
+    _caller: FrameType | None = None
+    _handled: BaseException | None = None
+    _in_backward: bool = False
+    _began_s: float = 0.0
+    _backward_began_s: float = 0.0
 
-        self.session_name = "a session"
-        self.seconds: dict[str, float] = {"forward": 0.0, "backward": 0.0}
-        self._depth = 0
-        self._caller: FrameType | None = None
-        self._handled: BaseException | None = None
-        self._in_backward = False
-        self._began_s = 0.0
-        self._backward_began_s = 0.0
-
-    def connect(self, neighbours: Neighbours) -> None:
-        """Takes everything that events are passed on to."""
-        self._to = neighbours
+    def __post_init__(self) -> None:
+        self._registered = Registered(self.model)
 
     # the binding's owner
 
     def use(self, label: str, touches: Sequence[Touch]) -> None:
         """Makes the units resident, in a moment of the forward or, inside of a backward, of a recomputation."""
-        if self._to.escaped.watched:
-            self._to.escaped.check()
+        if self.to.escaped.watched:
+            self.to.escaped.check()
         if backward_id() == -1:
-            self._to.executor.moment(Phase.FORWARD, label, touches)
+            self.to.executor.moment(Phase.FORWARD, label, touches)
             return
         self._in_backward = True
-        if self._to.training is not None:
-            self._to.training.backwards.notice_recomputation()
-        self._to.executor.moment(Phase.RECOMPUTE, label, touches)
+        if self.to.training is not None:
+            self.to.training.notice_recomputation()
+        self.to.executor.moment(Phase.RECOMPUTE, label, touches)
 
     def carry_out_pending(self) -> None:
         """Carries out what is pending for whoever holds views of parameters, and is about to use them."""
-        self._to.executor.update_held()
+        self.to.executor.update_held()
 
     def unpack(self, ref: PlaneRef, name: str) -> None:
         """Makes a unit resident, in a moment of the backward."""
         self.check_watch()
         self._in_backward = True
         if backward_makes_graph():
-            self._to.executor.pilot.stretch.differentiates()
-        phase, touches = self.touches.unpack(ref)
-        self._to.executor.moment(phase, name, touches)
+            self.to.executor.pilot.stretch.differentiates()
+        self.to.executor.moment(Phase.BACKWARD, name, (Touch(ref),))
 
     def make_copy(self, key: CopyKey) -> Tensor:
         """A parameter's value in the type that computes, or a gradient or state of the optimizer put together: 1-D."""
-        return self._to.assembling.make(key) if isinstance(key, AssembledKey) else self._to.copies.make(key)
+        return self.to.assembling.make(key) if isinstance(key, AssembledKey) else self.to.copies.make(key)
 
     def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
         """Writes what has changed in chunks into a copy, or a tensor put together, that is still held."""
         if isinstance(key, AssembledKey):
-            self._to.assembling.renew(key, copy)
+            self.to.assembling.renew(key, copy)
         else:
-            self._to.copies.renew(key, copy)
+            self.to.copies.renew(key, copy)
 
     def changed(self, key: WeightKey) -> None:
         """Takes a change in place: of a unit, which counts as written, as a moment of its own in a stretch; of a copy, into its master."""
         if not isinstance(key, PlaneRef):
-            self._to.copies.changed(key)
+            self.to.copies.changed(key)
             return
-        self._to.executor.wrote(key)
-        phase = self._to.executor.change_phase()
+        self.to.executor.wrote(key)
+        phase = self.to.executor.change_phase()
         if phase is not Phase.STEP:
             # A moment of its own: a plan that has it keeps what was written; where the trace has none, the plan ends here.
             label = self.touches.layout.run_of(key.chunk).tensors[0]
-            self._to.executor.moment(phase, label, (Touch(key, True),))
+            self.to.executor.moment(phase, label, (Touch(key, True),))
 
     def escaped(self, key: WeightKey) -> None:
         """Watches a unit, or a copy, whose memory has been handed out."""
-        self._to.escaped.add(key)
+        self.to.escaped.add(key)
 
     def settle(self) -> None:
         """Carries out what is pending; between stretches, a stretch that is over ends."""
         if backward_id() == -1 and not self._depth:  # between stretches: one that is over is
             self.forget_abandoned_backward()
-            self._to.stretches.pause()
+            self.to.stretches.pause()
         self.check_watch()
-        self._to.executor.settle()
+        self.to.executor.settle()
 
     def expect_room(self, key: AssembledKey) -> None:
         """Raises BudgetError where there is no room to put a gradient or state of the optimizer together, alone."""
-        self._to.assembling.expect_room(key)
+        self.to.assembling.expect_room(key)
 
     def assembled_changed(self, key: AssembledKey, *, wholly: bool) -> None:
         """Writes a tensor that was put together, and has been changed in place, back into its chunks."""
-        self._to.assembling.changed(key, wholly=wholly)
+        self.to.assembling.changed(key, wholly=wholly)
 
     def updated(self) -> None:
         """Takes what the library has written to weights for what should be in memory that was handed out."""
-        if self._to.escaped.watched:
-            self._to.escaped.renew()
+        if self.to.escaped.watched:
+            self.to.escaped.renew()
 
     def thawed(self, name: str) -> None:
         """Makes room for training a parameter that was frozen. BudgetError where there is none."""
-        if self._to.training is not None:
-            self._to.late_planes.thaw(name)
+        if self.to.training is not None:
+            self.to.late_planes.thaw(name)
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Hands a gradient that has arrived on to training. StateError where it is sparse."""
@@ -178,38 +166,33 @@ class Events:
         now = time.perf_counter()
         if not self._backward_began_s:
             self._backward_began_s = now
-        assert self._to.training is not None
-        self._to.training.gradient(name, gradient)
+        assert self.to.training is not None
+        self.to.training.gradient(name, gradient)
         self.seconds["backward"] = time.perf_counter() - self._backward_began_s
 
     def has_gradient(self, name: str) -> bool:
         """Tells whether a parameter has a gradient in its plane."""
-        return self._to.training is not None and self._to.training.has_gradient(name)
+        return self.to.training is not None and self.to.training.has_gradient(name)
 
     def is_spent(self, name: str) -> bool:
         """Tells whether the gradient of a parameter has been used as it came, and nobody has zeroed it since."""
-        return self._to.training is not None and self._to.training.is_spent(name)
+        return self.to.training is not None and self.to.training.is_spent(name)
 
     def drop_gradient(self, name: str) -> None:
         """Drops a parameter's gradient."""
-        if self._to.training is not None:
-            self._to.training.drop_gradient(name)
+        if self.to.training is not None:
+            self.to.training.drop_gradient(name)
 
     def take_back(self) -> None:
         """Takes over what was given by hand to parameters that keep their bytes."""
-        self._to.take_back()
+        self.to.take_back()
 
     # memory that was handed out
 
-    @property
-    def watches(self) -> bool:
-        """True while somebody may write to a weight unseen."""
-        return bool(self._to.escaped.watched)
-
     def check_watch(self) -> None:
         """Carries what was written unseen to where it belongs."""
-        if self._to.escaped.watched:
-            self._to.escaped.check()
+        if self.to.escaped.watched:
+            self.to.escaped.check()
 
     # the root module's calls
 
@@ -221,30 +204,34 @@ class Events:
         Raises:
             StateError: it would be compiled, traced or transformed. BudgetError: it does not fit. Nothing has changed then.
         """
-        if self._to.is_whole():
+        if self.to.is_whole():
             if not is_ordinary_call() or _is_running_in("torch.nn.utils.stateless"):
                 return args, kwargs  # nobody has to see it: the parameters are ordinary, or others
         else:
-            expect_ordinary_call(module, args, kwargs, self._probe)
-        if self._depth and not _is_running(self._caller):  # an interruption, after which torch calls no hook
+            expect_ordinary_call(module, args, kwargs, next(iter(self.named.values())))
+        if self._depth and not any(
+            frame is self._caller for frame in _frames()
+        ):  # an interruption, after which torch calls no hook
             self._depth = 0
-            self._to.stretches.abandon()
+            self.to.stretches.abandon()
         if self._depth:
             self._depth += 1
             return args, kwargs
-        self.expect_own_parameters()
-        if self._to.training is not None:
-            self._to.training.begin_forward()
+        if not self._registered.are_there() or not self.to.are_managed():
+            expect_own_parameters(self.model, self.named, self.to.is_managed)
+            self._registered = Registered(self.model)  # modules without parameters have come, or gone
+        if self.to.training is not None:
+            self.to.training.begin_forward()
         self.check_watch()
-        self._to.take_back()
-        with self._to.executor.lock:
-            self._to.stretches.begin_forward(self._registered, self._named, args, kwargs)
+        self.to.take_back()
+        with self.to.executor.lock:
+            self.to.stretches.begin_forward(self._registered, self.named, args, kwargs)
         self.touches.begin_forward()
         self._depth, self._caller = 1, sys._getframe(1)
         self._in_backward = False
         self._handled = sys.exc_info()[1]
         self._began_s, self._backward_began_s = time.perf_counter(), 0.0
-        args, kwargs = cast_inputs((args, kwargs), self._compute)
+        args, kwargs = cast_inputs((args, kwargs), self.compute)
         return args, kwargs
 
     def after_forward(self, module: nn.Module) -> None:  # noqa: ARG002
@@ -258,55 +245,47 @@ class Events:
         if (
             sys.exc_info()[1] is not self._handled
         ):  # hooks that are always called are called while the exception is on its way
-            self._to.stretches.abandon()
+            self.to.stretches.abandon()
         self.seconds["forward"] = time.perf_counter() - self._began_s
         self._backward_began_s = time.perf_counter()
         if not torch.is_grad_enabled():
-            self._to.stretches.end()
+            self.to.stretches.end()
 
     def forget_abandoned_backward(self) -> None:
         """Takes a backward that has begun for over, by its end or by an exception: state is read or written by nobody inside of one."""
         if self._in_backward and backward_id() == -1:
             self._in_backward = False
-            self._to.stretches.abandon()
+            self.to.stretches.abandon()
 
-    def expect_own_parameters(self) -> None:
-        """Raises StateError where the model's parameters are not those that are managed."""
-        if self._registered.are_there() and self._to.are_managed():
-            return
-        found, expected = Registered(self._model), self._registered.parameters
-        if list(map(id, found.parameters)) == list(map(id, expected)) and self._to.are_managed():
-            self._registered = found  # modules without parameters have come, or gone
-            return
-        now = dict(self._model.named_parameters())
-        names = [
-            name
-            for name in {**self._named, **now}
-            if now.get(name) is not self._named.get(name) or not self._to.is_managed(now[name])
-        ]
-        if _is_running_in("torch.nn.utils.stateless"):
-            raise StateError(
-                f"torch.func.functional_call() gives a managed model other values for {some(names, most=5)}: its own lie in chunks, and cannot be "
-                "exchanged for a call. Call a copy, torch.func.functional_call(copy.deepcopy(model), values, inputs), or change the values "
-                "themselves with session.write(name, value)"
-            )
+
+def expect_own_parameters(
+    model: nn.Module, named: Mapping[str, nn.Parameter], is_managed: Callable[[Tensor], bool]
+) -> None:
+    """Raises StateError where the parameters of a model are not those that are managed under these names."""
+    found = list(model.parameters())
+    if [*map(id, found)] == [*map(id, named.values())] and all(map(is_managed, found)):
+        return
+    now = dict(model.named_parameters())
+    names = [name for name in {**named, **now} if now.get(name) is not named.get(name) or not is_managed(now[name])]
+    if _is_running_in("torch.nn.utils.stateless"):
         raise StateError(
-            f"parameters of the model were replaced, added or removed after manage(): {some(names, most=5)}. Close the session, change the model "
-            "(load_state_dict(assign=True), resize_token_embeddings, adapters, parametrizations), and manage it again"
+            f"torch.func.functional_call() gives a managed model other values for {some(names, most=5)}: its own lie in chunks, and cannot be "
+            "exchanged for a call. Call a copy, torch.func.functional_call(copy.deepcopy(model), values, inputs), or change the values "
+            "themselves with session.write(name, value)"
         )
-
-
-def _is_running(frame: FrameType | None) -> bool:
-    """Tells whether a frame is one of those that have led here."""
-    return any(now is frame for now in _frames())
+    raise StateError(
+        f"parameters of the model were replaced, added or removed after manage(): {some(names, most=5)}. Close the session, change the model "
+        "(load_state_dict(assign=True), resize_token_embeddings, adapters, parametrizations), and manage it again"
+    )
 
 
 def _is_running_in(module: str) -> bool:
     """Tells whether a function of a module is one of those that have led here."""
-    return any(now.f_globals.get("__name__") == module for now in _frames())
+    return any(frame.f_globals.get("__name__") == module for frame in _frames())
 
 
 def _frames() -> Iterator[FrameType]:
+    """The frames that have led here."""
     now: FrameType | None = sys._getframe(1)
     while now is not None:
         yield now

@@ -16,7 +16,7 @@ from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch
 from patrickstar.memory.device_failure import noticed_at
 from patrickstar.memory.store import ChunkStore
-from patrickstar.plan.actions import Work
+from patrickstar.plan.actions import Wait, Work
 from patrickstar.plan.pilot import Pilot
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.step.pending_step import PendingStep
@@ -68,10 +68,11 @@ class Executor:
             self.use_what_came()
             actions = pilot.decided(phase, label, touches, held, update)
         actions = room.within(actions, (phase, label, touches, held, update))
-        store.limit_slots = pilot.capacity_slots
+        store.units.limit_slots = pilot.capacity_slots
         room.make(actions, phase, label, self.pending)
-        with noticed_at(f"op {phase} {label}"):
-            store.compute(touches)
+        if store.works.is_queued:
+            with noticed_at(f"op {phase} {label}"):
+                store.works.compute(touches)
         for touch in touches:
             if touch.writes:
                 store.wrote(touch.ref, touch.tier)
@@ -136,7 +137,7 @@ class Executor:
         with self.lock:
             self._update_before(())
             actions = self.pilot.opening(self.store.leases.held())
-            self.store.limit_slots = self.pilot.capacity_slots
+            self.store.units.limit_slots = self.pilot.capacity_slots
             self.room.open(actions, self.pending)
 
     def settle(self) -> None:
@@ -189,7 +190,7 @@ class Executor:
             try:
                 if self.store.state.updates:
                     with self.room.uncounted():
-                        self.store.wait_for_updates()
+                        self.store.carry_out(list(map(Wait, self.store.state.updates)))
             finally:
                 if self.pending is not None:
                     self._notice_end(self.pending)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,29 +32,21 @@ _UNTRACEABLE = "the forward cannot be traced: {}"
 _log = logging.getLogger("patrickstar")
 
 
+@dataclass(eq=False)
 class KnownForwards:
     """The kinds of forward that a session has met, by signature.
 
-    Args:
+    Attributes:
         tracer: makes the forecast of a new kind. late_planes: has room for gradients that must wait. room: whose level rises with what a kind takes.
         taken_bytes: what of the compute tier's budget the user has taken.
     """
 
-    def __init__(
-        self,
-        tracer: OfflineTracer,
-        budgets: Budgets,
-        late_planes: LatePlanes,
-        room: Room,
-        taken_bytes: Callable[[], int],
-    ) -> None:
-        self._tracer = tracer
-        self._budgets = budgets
-        self._late_planes = late_planes
-        self._room = room
-        self._taken_bytes = taken_bytes
-
-        self.kinds: OrderedDict[Signature, KnownForward] = OrderedDict()
+    tracer: OfflineTracer
+    budgets: Budgets
+    late_planes: LatePlanes
+    room: Room
+    taken_bytes: Callable[[], int]
+    kinds: OrderedDict[Signature, KnownForward] = field(default_factory=OrderedDict, init=False)
 
     def expect(
         self,
@@ -80,43 +73,43 @@ class KnownForwards:
         if len(self.kinds) > _KEPT_KINDS:
             self.kinds.popitem(last=False)
         if known.trace is not None:
-            self._room.rise(known.trace.peak)
+            self.room.rise(known.trace.peak)
         return known
 
     def _foresee(self, known: KnownForward, model: nn.Module, named: Mapping[str, nn.Parameter], *inputs: Any) -> None:
         """Makes the forecast of a kind that is new."""
         try:
-            foreseen = self._tracer.foresee(model, named, *inputs)
+            foreseen = self.tracer.foresee(model, named, *inputs)
         except CannotTrace as problem:
             known.reason = _UNTRACEABLE.format(problem)
             _log.info("no trace for this forward (%s): it runs unplanned once and is measured", problem)
             return
-        known.trace = known.offline = with_retention(foreseen.trace, self._budgets)
+        known.trace = known.offline = with_retention(foreseen.trace, self.budgets)
         known.by_chance = foreseen.by_chance
-        start = self._late_planes.with_room_for(known.trace)
+        start = self.late_planes.with_room_for(known.trace)
         need = worst_moment(known.trace, start=start, trained=torch.is_grad_enabled())
-        expect_room(need, self._budgets.machine_for(need.nbytes, taken_bytes=self._taken_bytes()))
+        expect_room(need, self.budgets.machine_for(need.nbytes, taken_bytes=self.taken_bytes()))
 
     def _reserve(self, known: KnownForward) -> None:
         """Makes room for the gradients that a backward of this forward keeps. See Note [Homes of gradients]."""
         if not torch.is_grad_enabled():
             return
         if known.trace is None:
-            self._late_planes.reserve_all(known.reason)
+            self.late_planes.reserve_all(known.reason)
         elif known.reserved is not known.trace:
-            self._late_planes.reserve(known.trace)
+            self.late_planes.reserve(known.trace)
             known.reserved = known.trace
 
     def learn(self, known: KnownForward, stretch: Stretch, recorded: Trace, *, state: Residency) -> None:
         """Learns from a step that was recorded, where it has come to its end."""
-        recorded = with_retention(recorded, self._budgets)
+        recorded = with_retention(recorded, self.budgets)
         whole = (
             any(moment.phase is Phase.BACKWARD for moment in recorded.moments) or stretch.kind is StretchKind.EVALUATION
         )
         if not recorded.moments or not whole:
             known.expected.measure_next = False
             return
-        self._room.rise(recorded.peak)
+        self.room.rise(recorded.peak)
         updated = stretch.draft.whole_chunks if stretch.draft is not None and stretch.reason else None
         if updated is not None and updated.homes.keys() & recorded.touched(GRAD):
             # Some chunks were updated whole and some were not: no later step goes like that, or has homes for these gradients.
@@ -128,9 +121,9 @@ class KnownForwards:
 
     def _as_it_ran(self, recorded: Trace, state: Residency, *, is_first: bool) -> Trace:
         """The trace of a step that has run, for plans of later ones, none of which is to be refused for what this one took beside chunks."""
-        budget = self._budgets.room_bytes(knows_workspaces=True) - self._taken_bytes()
+        budget = self.budgets.room_bytes(knows_workspaces=True) - self.taken_bytes()
         need = worst_moment(recorded, start=state, trained=True)
-        if self._budgets.stream_device is not None or need.nbytes <= budget:
+        if self.budgets.stream_device is not None or need.nbytes <= budget:
             return recorded
         if is_first:
             needed, has, moment = format_bytes(need.nbytes), format_bytes(budget), need.moment

@@ -7,8 +7,8 @@ copied, not added to zeros: -0.0 stays -0.0.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from patrickstar.core.trace import Phase, Touch
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.optim.masters import BLOCK_NUMEL, scaled_blocks
 from patrickstar.optim.passes import Passes
+from patrickstar.parameters.assembled import AssembledTensors
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.touches import gradient_parts
@@ -26,17 +27,7 @@ from patrickstar.step.executor import Executor
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.overflow import Overflow
 
-__all__ = ["Gradients", "InPlane"]
-
-
-class GradientViews(Protocol):
-    """The one who has given gradients of the plane to somebody (`parameters/assembled.py`)."""
-
-    def changed(self, key: AssembledKey) -> None:
-        """Shows new values of a gradient to whoever holds a view of it."""
-
-    def dropped(self, key: AssembledKey, why: str) -> None:
-        """Lets a gradient go that is let go of in the plane. `why`: for the error of a later use."""
+__all__ = ["Gradients", "in_plane"]
 
 
 @dataclass(eq=False)
@@ -56,7 +47,7 @@ class Gradients:
     executor: Executor
     dtype_of: Callable[[PlaneRef], torch.dtype]
     late_planes: LatePlanes
-    views: GradientViews
+    views: AssembledTensors
     passes: Mapping[str, Passes]
     finds_overflow: bool = False
 
@@ -107,7 +98,8 @@ class Gradients:
         if name in self.whole and self.dtype(bound) is not torch.float32:
             self.late_planes.widen_gradients()
         self.late_planes.reserve_for(name)
-        self._apply_factors(name)
+        if name in self.factors:
+            self._apply_factors(name)
 
     def drop_incomplete(self) -> None:
         """Drops what a backward that failed has left of gradients in tiles: without tiles there would be none."""
@@ -197,7 +189,7 @@ class Gradients:
     def fill_with_zeros(self, names: Collection[str]) -> None:
         """Sets those of these gradients that there are to zero, where they lie (`zero_grad(set_to_none=False)`)."""
         with self.executor.quiet():
-            for chunk in self.chunks():
+            for chunk in sorted({part.chunk for name in self.names for part in self.layout.parts(name)}):
                 (flat,) = self.executor.use(Phase.STEP, "", (Touch(PlaneRef(chunk, GRAD), True),))
                 for piece in self.layout.tensors_in(chunk):
                     if piece.name in self.names and piece.name in names:
@@ -207,10 +199,6 @@ class Gradients:
             self.overflow.forget(name)
             if name in self.names:
                 self.views.changed(AssembledKey(name, GRAD))
-
-    def chunks(self) -> list[int]:
-        """The chunks that hold a gradient, in order."""
-        return sorted({part.chunk for name in self.names for part in self.layout.parts(name)})
 
     def _apply_factors(self, name: str) -> None:
         """Multiplies a gradient in the plane with its factors, before anything is added to it."""
@@ -234,30 +222,25 @@ class Gradients:
         )
 
 
-class InPlane:
+@contextmanager
+def in_plane(binding: Binding, gradients: Gradients, names: Container[str]) -> Iterator[None]:
     """A context in which the gradients of some parameters that are the user's own are in the plane too.
 
     One that a 16-bit plane cannot hold makes it fp32.
     """
-
-    def __init__(self, binding: Binding, gradients: Gradients, names: Container[str]) -> None:
-        self._binding = binding
-        self._gradients = gradients
-        self._names = names
-        self._copied: list[BoundParameter] = []
-
-    def __enter__(self) -> None:
-        for name in sorted(self._binding.gradients.own):
-            own = self._binding.gradients.own_of(name) if name in self._names else None
-            if own is not None:
-                bound = self._binding.by_name[name]
-                self._gradients.make_fit(bound, own.dtype)
-                self._gradients.add(bound, own)
-                self._copied.append(bound)
-
-    def __exit__(self, *_: object) -> None:
-        for bound in self._copied:
-            self._gradients.drop(bound.name)
+    copied = []
+    for name in sorted(binding.gradients.own):
+        own = binding.gradients.own_of(name) if name in names else None
+        if own is not None:
+            bound = binding.by_name[name]
+            gradients.make_fit(bound, own.dtype)
+            gradients.add(bound, own)
+            copied.append(bound.name)
+    try:
+        yield
+    finally:
+        for name in copied:
+            gradients.drop(name)
 
 
 def _take_changes(written: Tensor, kept: Tensor) -> None:

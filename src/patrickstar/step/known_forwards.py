@@ -19,13 +19,11 @@ from dataclasses import dataclass, field
 
 from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Trace
-from patrickstar.errors import BudgetError
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.stretch import Stretch
 from patrickstar.tracing.signature import Signature
-from patrickstar.units import format_bytes
 
-__all__ = ["BEING_MEASURED", "KnownForward", "like_a_larger_one", "refused_as_learned"]
+__all__ = ["BEING_MEASURED", "KnownForward", "like_a_larger_one"]
 
 BEING_MEASURED = "the forward did not go as its trace; it is being measured"
 _MEASUREMENTS = 3
@@ -70,15 +68,6 @@ class KnownForward:
     def expected(self) -> KnownForward:
         """Knowledge of the course that the next step is expected to take."""
         return self.twice if self.twice is not None and self._was_twice and self._stays_twice else self
-
-    def bound(self) -> KnownForward:
-        """Knowledge of another kind of forward, whose shapes are no larger: it needs no more, and its kernels take no more."""
-        return KnownForward(
-            trace=self.trace,
-            by_chance=self.by_chance,
-            excess_bytes=self.excess_bytes,
-            knows_workspaces=self.knows_workspaces,
-        )
 
     def excess_beyond(self, share_bytes: int) -> int:
         """Bytes that plans have beside the trace: what such a step took more; less the share that is left for that until all of it is known."""
@@ -151,24 +140,12 @@ def _forward_of(trace: Trace) -> list[Hashable]:
 
 
 def like_a_larger_one(key: Signature, known: Mapping[Signature, KnownForward]) -> KnownForward:
-    """Knowledge of a new kind of forward: the least trace of kinds whose shapes are at least as large."""
-    larger = [
-        (entry.trace.peak, entry) for other, entry in known.items() if entry.trace is not None and other.dominates(key)
-    ]
-    if not larger:
-        return KnownForward()
-    _, least = min(larger, key=lambda item: item[0])
-    return least.bound()
-
-
-def refused_as_learned(refusal: BudgetError, excess_bytes: int) -> BudgetError:
-    """The refusal of a forward that earlier ones of its kind have shown to take more than was foreseen."""
-    return BudgetError(
-        f"{refusal}\n  of the activations {format_bytes(excess_bytes)} are in no trace: an earlier step took them; this one has not begun",
-        tier=refusal.tier,
-        moment=refusal.moment,
-        needed_bytes=refusal.needed_bytes,
-        available_bytes=refusal.available_bytes,
-        smallest_bytes=refusal.smallest_bytes,
-        fixed_bytes=refusal.fixed_bytes,
+    """Knowledge of a new kind of forward: that of the least trace of kinds whose shapes are no smaller. It needs no more."""
+    larger = [entry for other, entry in known.items() if entry.trace is not None and other.dominates(key)]
+    least = min(larger, key=lambda entry: entry.trace.peak if entry.trace is not None else 0, default=KnownForward())
+    return KnownForward(
+        trace=least.trace,
+        by_chance=least.by_chance,
+        excess_bytes=least.excess_bytes,
+        knows_workspaces=least.knows_workspaces,
     )

@@ -9,7 +9,7 @@ Note [Homes of gradients]
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from patrickstar.core.formats import Formats, SessionFormats
@@ -30,7 +30,7 @@ _Homes = dict[PlaneRef, Tier]
 _Slots = Mapping[PlaneRef, int]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class LatePlanes:
     """Gives chunks planes that they have not had, or wider ones. What fits no budget is refused before anything has changed.
 
@@ -46,24 +46,19 @@ class LatePlanes:
     gradients: GradientUse
     changed: Callable[[str], None]
 
-    _open: set[PlaneRef] = field(default_factory=set)
-
     def open(self, homes: Mapping[PlaneRef, Tier], slots: _Slots) -> None:
         """Takes in the gradients of chunks that a backward updates whole, with these homes in memory and of these sizes, until `close`."""
         new = {ref: home for ref, home in homes.items() if ref not in self.executor.store.state.home}
-        self._open.update(new)
+        self.executor.store.passing.update(new)
         self.executor.store.grow(new, {ref: slots[ref] for ref in new})
 
     def close(self, gradients: Collection[PlaneRef] | None = None) -> None:
         """Takes out what `open` has taken in, and has no contents any more. `gradients`: which of it; None: all."""
-        state = self.executor.store.state
-        over = sorted(ref for ref in self._open if (gradients is None or ref in gradients) and state.is_free(ref))
-        self._open.difference_update(over)
-        self.executor.store.shrink(over)
-
-    def slots_of_gradient(self, chunk: int) -> int:
-        """Slots that the gradient of a chunk takes."""
-        return slots_of(PlaneRef(chunk, GRAD), self.layout, self.formats.now)
+        store = self.executor.store
+        wanted = store.passing if gradients is None else store.passing.intersection(gradients)
+        over = sorted(filter(store.state.is_free, wanted))
+        store.passing.difference_update(over)
+        store.shrink(over)
 
     def with_room_for(self, trace: Trace) -> Residency:
         """The residency in which there are homes for the gradients that a forward with this trace keeps. Changes nothing.
@@ -115,7 +110,7 @@ class LatePlanes:
             state.home.get(ref, state.compute) is state.compute and ref not in state.taken[state.compute]
             for ref in gradients
         ):
-            if self._open:
+            if self.executor.store.passing:
                 # What waits in chunks may have the room that is wanted now.
                 self.executor.use_what_came(f"the gradient of {name} has to wait until the backward ends")
                 self.close()
@@ -126,7 +121,7 @@ class LatePlanes:
         homes, slots = self._homes_for(kept, why=why)
         if homes:
             store = self.executor.store
-            store.prepare(homes, slots)
+            store.units.prepare(homes, slots)
             store.grow(homes, slots)
             self.changed(why)
 
@@ -222,9 +217,9 @@ class LatePlanes:
             home=store.state.home,
             slots={**store.state.slots, **slots},
             slot_bytes=store.state.slot_bytes,
-            disk=store.has_disk,
+            disk=store.units.disk is not None,
         )
-        store.prepare(homes, slots)
+        store.units.prepare(homes, slots)
         return homes
 
     def _expect_room_for_updates(self, new: Collection[PlaneRef], slots: _Slots, formats: Formats) -> None:

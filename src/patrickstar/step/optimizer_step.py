@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout, Part, aligned
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
@@ -21,12 +20,12 @@ from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.passes import Passes
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
+from patrickstar.plan.planner import Planner
 from patrickstar.plan.touches import update_parts
 from patrickstar.step.executor import Executor
-from patrickstar.step.gradients import Gradients, InPlane
+from patrickstar.step.gradients import Gradients, in_plane
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.precision import torch_type
-from patrickstar.step.step_traces import StepTraces
 from patrickstar.step.stretches import Stretches
 from patrickstar.torch_private import one_thread_here
 
@@ -80,7 +79,7 @@ class OptimizerStep:
     """Updates weights and moments where they lie, when the executor says that it is time.
 
     Attributes:
-        in_chunks: the gradients in the plane. traces: of updates. passes: by type of device. formats: which chunks have a split master.
+        in_chunks: the gradients in the plane. planner: has the traces of updates. passes: by type of device.
         steps: updates so far, by parameter name; a parameter that was never updated has no entry.
         seconds: duration of the last step. is_half_done: whether one has failed half way.
     """
@@ -90,9 +89,8 @@ class OptimizerStep:
     executor: Executor
     stretches: Stretches
     in_chunks: Gradients
-    traces: StepTraces
+    planner: Planner
     passes: Mapping[str, Passes]
-    formats: SessionFormats
 
     steps: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
@@ -104,13 +102,13 @@ class OptimizerStep:
         """A step of these parameters, as things stand now, which counts as one of each from here on."""
         for name in names:
             self.steps[name] = self.steps.get(name, 0) + 1
-        trace = self.traces.step(names)
+        trace = self.planner.update_trace(names)
         tiers = self.stretches.tiers_of(trace)
         return PendingStep(
             self,
             {name: hypers[name] for name in names},
             {name: self.steps[name] for name in names},
-            self.traces.step(names, tiers) if tiers else trace,
+            self.planner.update_trace(names, tiers) if tiers else trace,
             {name: self.in_chunks.factors[name] for name in names if name in self.in_chunks.factors},
             self.own_gradients() if self.binding.gradients.stay else None,
         )
@@ -125,7 +123,7 @@ class OptimizerStep:
         """Carries out an order at once: gradients of the user's own may be changed at any time."""
         with ExitStack() as stack:
             if order.gradients is None:
-                stack.enter_context(InPlane(self.binding, self.in_chunks, order.hypers))
+                stack.enter_context(in_plane(self.binding, self.in_chunks, order.hypers))
             self.executor.pending = order
             self.executor.settle()
 
@@ -203,9 +201,9 @@ class OptimizerStep:
         name = bound.name
         with self.executor.apart():
             # As it would come out of its plane, whenever the update is done.
-            form = self.formats.now.of(PlaneRef(bound.ref.chunk, GRAD), self.layout)
+            form = self.planner.formats.now.of(PlaneRef(bound.ref.chunk, GRAD), self.layout)
             flat = bound.flat(gradient).to(torch_type(form))
-            for part, touches in update_parts(self.layout, name, formats=self.formats.now):
+            for part, touches in update_parts(self.layout, name, formats=self.planner.formats.now):
                 piece = flat[part.tensor_start : part.tensor_start + part.stop - part.start]
                 if not gather(bound, part, piece, hyper):
                     units = self.executor.use(Phase.BACKWARD, name, touches)

@@ -24,13 +24,13 @@ class OutOfMemory:
     room: DeviceRoom
     budgets: Budgets
 
-    def out_of_memory(self, asked_bytes: int, free_bytes: int, total_bytes: int) -> None:
+    def __call__(self, asked_bytes: int, free_bytes: int, total_bytes: int) -> None:
         """Raises BudgetError where a forward or backward of this session is under way."""
         stretch, store = self.executor.pilot.stretch, self.executor.store
         if stretch.is_over or stretch.kind not in {StretchKind.TRAINING, StretchKind.EVALUATION}:
             return
         tier = store.state.compute
-        slots = store.committed_slots * store.state.slot_bytes
+        slots = store.units.committed_slots * store.state.slot_bytes
         allocated = torch.accelerator.memory_allocated(self.budgets.device)
         others = max(0, total_bytes - free_bytes - slots - torch.accelerator.memory_reserved(self.budgets.device))
         position = max(0, stretch.position - 1)

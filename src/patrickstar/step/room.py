@@ -26,7 +26,6 @@ from typing import Any, ClassVar
 import torch
 
 from patrickstar.core.cuda_blocks import cuda_block_bytes
-from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Phase, Touch, Trace
@@ -91,14 +90,14 @@ class Room:
 
     # stretches
 
-    def planned(self, plan: Plan, trace: Trace, layout: Layout) -> None:
+    def planned(self, plan: Plan, trace: Trace) -> None:
         """Takes note of a plan that a stretch is about to follow."""
 
     def begin(self, stretch: Stretch) -> None:
         """Begins to count for a stretch."""
 
-    def look(self, *, is_last: bool = False) -> None:
-        """Notes what has been taken since the last moment, where that shows afterwards only. `is_last`: activations are gone with the graph."""
+    def look(self) -> None:
+        """Notes what has been taken since the last moment, where that shows afterwards only."""
 
     def end(self, stretch: Stretch, known: KnownForward | None, *, budget_bytes: int) -> None:
         """Ends the count for a stretch, and learns from it. `known`: of its forward; `budget_bytes`: what chunks and activations may take."""
@@ -141,7 +140,7 @@ class Room:
             self._store.hold_beside(now if self.is_measured else min(now, self._before_bytes))
         if actions:
             self.carry_out(actions, f"the start of the {self._pilot.stretch.kind}", pending)
-        self._store.trim()
+        self._store.units.trim()
 
     def make(self, actions: Sequence[Action], phase: Phase, label: str, pending: PendingStep | None) -> None:
         """Has done what comes before a moment."""
@@ -150,8 +149,8 @@ class Room:
             # What is alive between two moments is part of both.
             store.hold_beside(now if self.is_measured else min(now, self._before_bytes))
             self.carry_out(actions, f"{phase} {label}", pending)
-        if store.committed_slots > store.limit_slots:
-            store.trim()
+        if store.units.committed_slots > store.units.limit_slots:
+            store.units.trim()
         store.hold_beside(now)
         self._before_bytes = now
 
@@ -244,7 +243,7 @@ class Room:
             slot_bytes = state.slots_used[self._compute] * state.slot_bytes - over_bytes
             actions = self._pilot.clearing(slot_bytes, self._store.leases.held())
             self.carry_out(actions, "the middle of an op")
-            self._store.trim()
+            self._store.units.trim()
 
 
 class HostRoom(Room):
@@ -269,12 +268,12 @@ class HostRoom(Room):
         self._has_told = False
         self._least_bytes = 0  # resident, since the allocator was last asked
 
-    def planned(self, plan: Plan, trace: Trace, layout: Layout) -> None:
+    def planned(self, plan: Plan, trace: Trace) -> None:
         """Has freed blocks returned from now on where the plan takes the room that they would be kept in."""
-        if self._keeps_blocks and self._allocator is not None:
-            simulated = simulate(plan, trace, layout=layout, machine=plan.machine)
-            if not leaves_room(simulated, trace, self._budgets, self._allocator):
-                self._return_at_once("a plan takes the room that they would be kept in")
+        if not self._keeps_blocks or self._allocator is None:
+            return
+        if not leaves_room(simulate(plan, trace), trace, self._budgets, self._allocator):
+            self._return_at_once("a plan takes the room that they would be kept in")
 
     def begin(self, stretch: Stretch) -> None:
         """Has freed blocks returned where nobody knows what the stretch takes."""
@@ -299,12 +298,12 @@ class HostRoom(Room):
             return actions
         store, slot_bytes = self._store, self._store.state.slot_bytes
         # Those that will hold pages.
-        slots = max(slots_after(actions, store), min(store.committed_slots, self._pilot.capacity_slots))
-        growth = (slots - store.committed_slots) * slot_bytes + self._rise_bytes()
+        slots = max(slots_after(actions, store), min(store.units.committed_slots, self._pilot.capacity_slots))
+        growth = (slots - store.units.committed_slots) * slot_bytes + self._rise_bytes()
         # Pages of slots whose transfers are under way come with these. Those that have come count as resident already.
-        arriving = store.arriving_slots * slot_bytes
+        arriving = store.works.arriving_slots * slot_bytes
         if arriving and self.is_exceeded_by(growth + arriving):
-            arriving = store.arriving_bytes()
+            arriving = store.works.arriving_bytes()
         excess = self.excess_bytes(growth + arriving)
         if not excess:
             return actions
@@ -408,9 +407,8 @@ class DeviceRoom(EmulatedRoom):
         super().__init__(pilot, store, budgets)
         self._device = budgets.device
 
-        self._counts = False
+        self._counts = self._has_told = False
         self._is_alone = True
-        self._has_told = False
         self._base = self._now = self._peak = self._most = 0
         self._is_seen = False  # a peak of this stretch above all that has been before
 
@@ -430,7 +428,7 @@ class DeviceRoom(EmulatedRoom):
         if other is not None and other is not self and other._counts:
             other._counts = other._is_alone = False
 
-    def look(self, *, is_last: bool = False) -> None:
+    def look(self) -> None:
         """Notes what the allocator has given out since the last moment, and by how much that is more than was foreseen."""
         if self._counts:
             allocated, peak = allocated_bytes(self._device)
@@ -446,8 +444,11 @@ class DeviceRoom(EmulatedRoom):
                 stretch.exceed(found - stretch.followed.foreseen.moments[stretch.position - 1].nonmodel_bytes)
         elif not self._is_alone:
             self._give_up_last()  # which has begun in the middle of this stretch
-        if is_last:
-            self._counts, self._now = False, 0
+
+    def pause_meter(self) -> None:
+        """Stops counting: activations are gone with the graph, and whoever allocates now does so for himself."""
+        super().pause_meter()
+        self._counts, self._now = False, 0
 
     def beside_bytes(self) -> int:
         """Bytes that there were when somebody last looked; as for other rooms where these cannot be told from others'."""
@@ -460,7 +461,6 @@ class DeviceRoom(EmulatedRoom):
 
     def end(self, stretch: Stretch, known: KnownForward | None, *, budget_bytes: int) -> None:
         """Plans with what a stretch has taken, from now on, where that is more than was foreseen; more than was left for it is said."""
-        self._counts, self._now = False, 0
         share, most, excess = self._budgets.machine.costs.set_aside_bytes, self._most, 0
         trace = None if known is None else known.expected.trace
         if known is None or trace is None:

@@ -22,13 +22,14 @@ from patrickstar.plan.stretch import Ask, Draft, Stretch, StretchKind
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.executor import Executor
 from patrickstar.step.forwards import KnownForwards
-from patrickstar.step.known_forwards import BEING_MEASURED, KnownForward, refused_as_learned
+from patrickstar.step.known_forwards import BEING_MEASURED, KnownForward
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.step_counts import StepCounts
 from patrickstar.step.whole import Whole
 from patrickstar.tracing.offline import OfflineTracer
 from patrickstar.tracing.signature import asks_for_gradients, can_be_traced
+from patrickstar.units import format_bytes
 
 __all__ = ["Stretches"]
 
@@ -201,7 +202,8 @@ class Stretches:
         except BudgetError as refusal:
             if not excess or pending is not None or refusal.tier != self._budgets.machine.compute.label:
                 raise
-            raise refused_as_learned(refusal, excess) from None
+            learned = f"{format_bytes(excess)} are in no trace: an earlier step took them; this one has not begun"
+            raise BudgetError(f"{refusal}\n  of the activations {learned}", **vars(refusal)) from None
         if draft.whole_chunks is not None:
             self._late_planes.open(draft.whole_chunks.homes, draft.whole_chunks.slots)
         return Stretch(kind, draft)
@@ -216,10 +218,7 @@ class Stretches:
     def begin_norm(self, trace: Trace) -> Trace:
         """Begins the stretch of the norm of gradients; its moments, each of which reads a gradient on the tier that has it."""
         self.end()
-        # From the host a device brings gradients up: its squares take less time than the host's, and nobody waits.
-        if self._planner.weaves and self._budgets.stream_device is None:
-            nearest = self._executor.pilot.nearest
-            trace = self._planner.with_touches(trace, (nearest(moment.touches) for moment in trace.moments))
+        trace = self._planner.read_where_it_is(trace, self._executor.pilot.nearest)
         self._begin(Stretch(StretchKind.NORM, self._plan(StretchKind.NORM, trace)))
         return trace
 
@@ -290,7 +289,7 @@ class Stretches:
         self._room.stop_meter()
         if stretch.kind is not StretchKind.OUTSIDE:
             self._room.end(stretch, known, budget_bytes=self._budget_bytes(knows_workspaces=True))
-            self.counts.ended(stretch, "" if known is None else known.explain(stretch))
+            self.counts = self.counts.ended(stretch, "" if known is None else known.explain(stretch))
         self._executor.pilot.begin(Stretch(StretchKind.OUTSIDE))
         self._late_planes.close()
 
@@ -302,7 +301,7 @@ class Stretches:
             self.known.learn(self._current, stretch, recorder.trace(), state=self._executor.store.state)
             self._recorded = True
         stretch.finish()
-        self._room.look(is_last=True)
+        self._room.look()
         self._room.pause_meter()
 
     def abandon(self) -> None:
@@ -320,7 +319,7 @@ class Stretches:
         """Ends a step: the optimizer has updated, and all that came since the last update was one step."""
         self.end()
         self._forwards, self._forwards_a_step = 0, self._forwards
-        self.counts.step_ended()
+        self.counts = self.counts.step_ended()
 
     # budgets
 

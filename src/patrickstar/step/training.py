@@ -20,12 +20,11 @@ from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.touches import Touches
-from patrickstar.step.backwards import Backwards
 from patrickstar.step.executor import Executor
 from patrickstar.step.gradients import Gradients
 from patrickstar.step.optimizer_step import OptimizerStep
 from patrickstar.step.stretches import Stretches
-from patrickstar.torch_private import Plain, backward_id
+from patrickstar.torch_private import Plain, at_end_of_backward, backward_id, inside_backward_node
 
 __all__ = ["Training"]
 
@@ -39,7 +38,7 @@ class Training(ABC):
     Attributes:
         in_chunks: the gradients in the plane. updates: the optimizer's step, which does updates.
         hypers: the hyper-parameters of every parameter in a group, by name, as the groups stand now.
-        in_backward: whether parameters are updated as gradients arrive. backwards: the backward calls under way.
+        in_backward: whether parameters are updated as gradients arrive.
     """
 
     in_backward: ClassVar[bool]
@@ -53,9 +52,10 @@ class Training(ABC):
     touches: Touches
     hypers: Callable[[], Mapping[str, Hyper]]
 
-    def __post_init__(self) -> None:
-        self.backwards = Backwards(self._backward_ends)
-        self._sums: BackwardSums | None = None  # of this backward, where gradients come in parts of another type
+    _sums: BackwardSums | None = None  # of this backward, where gradients come in parts of another type
+    _bringing: int | None = None  # the backward under way that has brought gradients; None: there is none
+    _around: int | None = None  # the backward in which a block was last computed again
+    _is_nested: bool = False  # whether a backward inside of another has ended, and the other has not
 
     @property
     def steps(self) -> dict[str, int]:
@@ -77,8 +77,33 @@ class Training(ABC):
         else:
             self.in_chunks.add(bound, gradient)
 
+    # backward calls: torch tells of the end of the innermost one alone, and only whoever asks inside of that
+
+    def _notice_gradient(self) -> None:
+        """Notes that the innermost backward has a gradient to give, now or at its end."""
+        if self._bringing != backward_id():
+            self._bringing = backward_id()
+            at_end_of_backward(self._end)
+
+    def notice_recomputation(self) -> None:
+        """Notes that a block is computed again: all gradients may come from backwards inside of this one, whose end is still the end of all."""
+        if self._around != backward_id():
+            self._around = backward_id()
+            at_end_of_backward(self._end_around)
+
+    def _end_around(self) -> None:
+        if self._is_nested and not inside_backward_node():
+            self._end()
+
+    def _end(self) -> None:
+        self._is_nested = inside_backward_node()
+        try:
+            self._backward_ends(self._is_nested)  # which may bring gradients that have waited for this
+        finally:
+            self._bringing = None
+
     def _backward_ends(self, inside: bool) -> None:
-        """Takes the end of a backward. `inside`: of another, which goes on."""
+        """Takes the end of a backward that has brought gradients, itself or in one inside of it. `inside`: of another, which goes on."""
         if inside:
             return
         sums, self._sums = self._sums, None
@@ -165,7 +190,7 @@ class Training(ABC):
     def forget_unfinished(self) -> None:
         """Forgets an update that was left half done: everything has been loaded anew."""
         self.updates.is_half_done = False
-        self.backwards.forget()
+        self._bringing, self._is_nested = None, False
         self._sums = None
 
     def finish(self) -> None:

@@ -15,7 +15,7 @@ from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import Norm, clip_factor, norm_of
 from patrickstar.optim.passes import Passes
 from patrickstar.plan.touches import gradient_parts
-from patrickstar.step.gradients import InPlane
+from patrickstar.step.gradients import in_plane
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.overflow import OverflowFlag, names_of, read
 from patrickstar.step.pending_step import Factors
@@ -47,7 +47,7 @@ class DeferredTraining(Training):
         stretch = self.executor.pilot.stretch
         if not stretch.gave_gradients:
             stretch.gives_gradients()
-        self.backwards.notice_gradient()
+        self._notice_gradient()
         if not self.binding.gradients.stay:
             self._keep(self.binding.records[name], gradient)
 
@@ -78,9 +78,9 @@ class DeferredTraining(Training):
         if self.binding.gradients.stay:
             norm = self._norm_of(self.updates.own_gradients(), flags)
         else:
-            with InPlane(self.binding, self.in_chunks, self.binding.by_name):
+            with in_plane(self.binding, self.in_chunks, self.binding.by_name):
                 names = self.in_chunks.names
-                trace = self.stretches.begin_norm(self.updates.traces.norm(names))
+                trace = self.stretches.begin_norm(self.updates.planner.norm_trace(names))
                 with noticed_at("the norm of the gradients, which the step waits for"):
                     norm = self._norm_in_chunks(names, self.in_chunks.factors, trace, flags)
                 self.stretches.end()

@@ -51,7 +51,6 @@ class InBackwardTraining(Training):
     _stretch: Stretch | None = None  # whose chunks are gathered
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self._order = PendingStep(self.updates, {}, {}, Trace(()))  # which takes no gradient
 
     # gradients arriving
@@ -82,15 +81,15 @@ class InBackwardTraining(Training):
         stretch = self.executor.pilot.stretch
         if not stretch.gave_gradients:
             stretch.gives_gradients()
-        if not self.backwards.bring:
-            if self._updated and not self.backwards.nested:
+        if self._bringing is None:
+            if self._updated and not self._is_nested:
                 raise StateError(_SECOND_BACKWARD)
             if self._spent:
                 raise StateError(f"a backward after a step whose gradients were not zeroed: {_NOT_ZEROED}")
             self._backward_hypers = dict(self.hypers())
             self._begin_gathering()
             self._unfinished = True
-        self.backwards.notice_gradient()
+        self._notice_gradient()
 
     def _backward_ends(self, inside: bool) -> None:
         super()._backward_ends(inside)
@@ -207,7 +206,7 @@ class InBackwardTraining(Training):
         own = {name for name, _ in self.binding.gradients.owned()}  # which autograd adds to, as ever
         self._spent = (self._updated & self.binding.by_name.keys()) - own
         self._updated.clear()
-        self.backwards.forget()
+        self._bringing, self._is_nested = None, False
         self.stretches.step_ended()
 
     def _half_done(self) -> str:

@@ -128,7 +128,7 @@ class Weights:
     def fill_made(self, bound: BoundParameter, recorder: DeferredRecorder) -> None:
         """Fills a parameter's place with a value that is made now: in that place if it can be, else slots leave room for the value first."""
         on_host = self.binding.device is None or self.binding.device.type == "cpu"  # a device would draw other numbers
-        can = on_host and not bound.tiles and self.executor.store.dtype(bound.ref) is torch.float32
+        can = on_host and not bound.tiles and self.executor.store.units.dtype(bound.ref) is torch.float32
         if can and recorder.can_make_in(bound.parameter, torch.float32):
             (unit,) = self.executor.use(Phase.STEP, bound.name, (Touch(bound.ref, True),))
             recorder.make_in(bound.parameter, unit[bound.offset : bound.offset + bound.shape_only.numel()])

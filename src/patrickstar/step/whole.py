@@ -14,7 +14,7 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, WEIGHT, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import BudgetError, StateError
-from patrickstar.memory.interruptions import InterruptionsPutOff
+from patrickstar.memory.interruptions import interruptions_put_off
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.passes import Passes, update_all
 from patrickstar.parameters.binding import Binding
@@ -97,7 +97,8 @@ class Whole:
     def _leave(self, why: str, *, needed: int, room: int) -> None:
         store, weights = self.executor.store, [ref for ref in self.executor.store.state.home if ref.plane == WEIGHT]
         self._places.clear()
-        store.compute([Touch(ref) for ref in weights])  # what is queued on a device still reads them
+        if store.works.is_queued:
+            store.works.compute([Touch(ref) for ref in weights])  # what is queued on a device still reads them
         for ref in weights:
             store.wrote(ref)  # nobody has told of changes by hand
         self.binding.let_go()
@@ -140,7 +141,7 @@ class Whole:
                 planes = alike.setdefault((hypers[name], steps.get(name, 0) + 1), [])
                 for place in self._pieces(name):
                     planes.append((place.weight, flat[place.span], place.exp_avg, place.exp_avg_sq))
-            with InterruptionsPutOff():  # between two tensors weights would be of no one step
+            with interruptions_put_off():  # between two tensors weights would be of no one step
                 for (hyper, step), planes in alike.items():
                     update_all(self.passes[device], planes, step=step, hyper=hyper)
                 for name in names:
@@ -148,7 +149,7 @@ class Whole:
 
     def _pieces(self, name: str) -> list[_Place]:
         """The pieces of a parameter, with averages of zero where it has had none."""
-        slots, known = self.executor.store.slots_here, self._places.get(name)
+        slots, known = self.executor.store.units.slots_here, self._places.get(name)
         if known is not None:
             was = [slots.get(ref) == slot for place in known for ref, slot in place.averages]
             if all(was):

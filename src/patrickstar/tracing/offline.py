@@ -76,12 +76,7 @@ class _Twin(Owner):
     """A session that owns no bytes: writes down what a step asks for. There is nothing to settle, to write back or to let go of."""
 
     def __init__(
-        self,
-        touches: Touches,
-        dtypes: Mapping[str, torch.dtype],
-        *,
-        device: torch.device,
-        on_device: bool,
+        self, touches: Touches, dtypes: Mapping[str, torch.dtype], *, device: torch.device, on_device: bool
     ) -> None:
         self._touches = touches
         self._dtypes = dtypes
@@ -103,8 +98,7 @@ class _Twin(Owner):
         self._moment(self._phase(), label, touches)
 
     def unpack(self, ref: PlaneRef, name: str) -> None:
-        phase, touches = self._touches.unpack(ref)
-        self._moment(phase, name, touches)
+        self._moment(Phase.BACKWARD, name, (Touch(ref),))
 
     def _moment(self, phase: Phase, label: str, touches: Sequence[Touch]) -> None:
         self.recorder.moment(phase, label, touches, self.leases.held())

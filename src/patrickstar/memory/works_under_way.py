@@ -1,0 +1,238 @@
+"""Works under way: the lane that does each, its ticket, and what it comes after.
+
+Each work comes after those that it depends on, by the table of `plan/works.py`: what is written comes after the fences of its slots, and after
+what still uses them, what is read after what writes it. What is created has no wait: whoever uses it first waits for its zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from patrickstar.core.machine import Tier
+from patrickstar.core.planes import PlaneRef
+from patrickstar.core.trace import Touch
+from patrickstar.memory.device_failure import DeviceFailureError
+from patrickstar.memory.lanes import DONE, Lane, Task, Ticket
+from patrickstar.memory.links import MakeLane
+from patrickstar.memory.readiness import Readiness
+from patrickstar.memory.unit_bytes import UnitBytes
+from patrickstar.plan import residency
+from patrickstar.plan.actions import Issue, Work, WorkKind
+from patrickstar.plan.works import reads, writes
+
+__all__ = ["WorksUnderWay"]
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A work that has been issued. `during`: the moment of that; `fresh_slots`: slots of the compute tier whose pages come with it."""
+
+    ticket: Ticket
+    during: str
+    fresh_slots: int
+
+
+class WorksUnderWay:
+    """Has works done, in an order in which none is early.
+
+    Args:
+        units: whose bytes they move.
+        make_lane: makes the lanes, each when it is first used. chunks: number of chunks of a unit's run.
+        device: whose streams the lanes of links and of the compute tier are; None: there are none. poison: whether slots given back are
+            filled with NaN.
+
+    Attributes:
+        is_queued: whether works are queued on a device, and so `compute` is to be called.
+    """
+
+    def __init__(
+        self,
+        units: UnitBytes,
+        make_lane: MakeLane,
+        *,
+        chunks: Callable[[PlaneRef], int],
+        device: torch.device | None = None,
+        poison: bool = False,
+    ) -> None:
+        self._state = units.state
+        self._compute = units.state.compute
+        self._units = units
+        self._make_lane = make_lane
+        self._chunks = chunks
+        self._readiness = Readiness(device)
+        self._poison = poison
+
+        self.is_queued = device is not None
+        self._lanes: dict[tuple[Tier, Tier | None], Lane] = {}
+        self._under_way: dict[tuple[WorkKind, PlaneRef, Tier], _UnderWay] = {}  # by work
+
+    # lanes
+
+    def lane(self, src: Tier, dst: Tier | None) -> Lane:
+        """The lane from one tier to another, the one that fills slots of a tier, or the one that updates what is there."""
+        found = self._lanes.get((src, dst))
+        if found is None:
+            found = self._lanes[src, dst] = self._make_lane(src, dst)
+        return found
+
+    def drain(self) -> None:
+        """Waits until nothing is under way."""
+        for lane in self._lanes.values():
+            lane.drain()
+
+    def close(self) -> None:
+        """Ends all lanes, when nothing is under way any more, and nothing that a device has queued uses a slot."""
+        self.drain()  # of all, first: works of one may come after those of another
+        for lane in self._lanes.values():
+            lane.close()
+        with suppress(DeviceFailureError):  # nothing runs on a device that has failed
+            for ticket in self._readiness.computed():
+                ticket.wait()
+
+    # what begins
+
+    def begin(self, issue: Issue, task: Task, *, during: str, fresh_slots: int, takes: bool) -> None:
+        """Has a work begin on its lane, after what it has to come after.
+
+        Args:
+            during: the moment, for a message. fresh_slots: slots of the compute tier whose pages come with it.
+            takes: whether it writes into slots that have just been taken.
+        """
+        (kind, ref, tier), src = issue.work, issue.src
+        before = self._before_writing(issue, takes=takes)
+        if src is not None and ref in self._state.under_way and len(self._state.updates_of(ref)) > 1:
+            ticket = self._begin_by_chunk(ref, src, tier, before)
+        else:
+            lane = self.lane(src or tier, None if kind is WorkKind.UPDATE else tier)
+            nbytes = 0 if src is None else self._state.unit_bytes(ref)
+            ticket = lane.issue(task, [*before, *self._before_reading(issue)], nbytes=nbytes)
+        self._under_way[issue.work] = _UnderWay(ticket, during, fresh_slots)
+        if self.is_queued:
+            self._note_places(issue, ticket)
+
+    def _note_places(self, issue: Issue, ticket: Ticket) -> None:
+        """Notes what a work reads and writes, for what comes after it on a device."""
+        kind, _, tier = issue.work
+        for place in reads(issue, self._state.home):
+            self._readiness.read(place[:2], ticket)
+        for place in writes(issue, self._state.home):
+            self._readiness.written(place[:2], ticket)
+        if kind is WorkKind.CREATE and tier is self._compute:
+            del self._under_way[issue.work]  # nobody waits for it on the host
+
+    def _before_reading(self, issue: Issue) -> list[Ticket]:
+        """All that must be over before a work reads what it reads."""
+        before = [self.ticket(earlier) for earlier in residency.before_it(self._state, issue)]
+        if issue.src is not None:
+            before += self._zeros(issue.work.of, issue.src)
+        if self.is_queued:
+            for unit, tier, _ in reads(issue, self._state.home):
+                before += self._readiness.before_reading((unit, tier))
+                if tier is self._compute:
+                    before += self._readiness.computed()
+        return before
+
+    def _before_writing(self, issue: Issue, *, takes: bool) -> list[Ticket]:
+        """All that must be over before a work writes what it writes. `takes`: into slots that have just been taken, which have fences."""
+        (kind, ref, tier), before = issue.work, list[Ticket]()
+        if kind is not WorkKind.UPDATE and tier is not Tier.DISK:
+            before += self._units.fences(ref, tier, issue.slots)
+            before += self._zeros(ref, tier)
+        if self.is_queued:
+            for unit, _, _ in writes(issue, self._state.home):
+                before += self._readiness.before_writing((unit, tier))
+            if tier is self._compute and not takes:
+                before += self._readiness.computed()
+        return before
+
+    def _begin_by_chunk(self, ref: PlaneRef, src: Tier, dst: Tier, before: list[Ticket]) -> Ticket:
+        """Begins the transfer of a run as one of each chunk, so that none waits for updates of others."""
+        lane, chunks = self.lane(src, dst), self._chunks(ref)
+        slots, parts = self._state.slots[ref] // chunks, list[Ticket]()
+        for number in range(chunks):
+            work = self._units.copying(ref, src, dst, range(number * slots, (number + 1) * slots))
+            update = self._under_way.get(Work.update(ref.chunk + number, src))
+            # On a device an update that has been waited for is queued, and no more. The last one comes after all before it, and what was computed.
+            after = self._readiness.before_reading((ref, src)) if update is None else [update.ticket]
+            after += self._zeros(ref, src)
+            parts.append(lane.issue(work, [*before, *after], nbytes=slots * self._state.slot_bytes))
+        return lane.issue(_nothing, parts)
+
+    # what is over
+
+    def ticket(self, issue: Issue) -> Ticket:
+        """The ticket of a work under way."""
+        found = self._under_way.get(issue.work)
+        if found is None:  # an interruption came before there was one, but perhaps not before the work had begun
+            self.drain()
+            return DONE
+        return found.ticket
+
+    def during(self, issue: Issue) -> str:
+        """The moment at which a work was issued."""
+        return self._under_way[issue.work].during or "this op"
+
+    def over(self, issue: Issue) -> None:
+        """Notes that a work has been waited for, or given up."""
+        self._under_way.pop(issue.work, None)
+
+    def wait_for_zeros(self, ref: PlaneRef, tier: Tier) -> None:
+        """Waits for the filling of a unit's slots, if nobody has."""
+        for filling in self._zeros(ref, tier):
+            filling.wait()
+            del self._under_way[WorkKind.CREATE, ref, tier]
+
+    def wait_on_host(self, ref: PlaneRef, tier: Tier) -> None:
+        """Waits for what a device has queued on a unit's bytes on the host."""
+        if self.is_queued:
+            self._readiness.wait((ref, tier))
+
+    def compute(self, touches: Collection[Touch]) -> None:
+        """Has the device's stream of this thread, which is about to use these units of its tier, come after what is under way on them."""
+        here = [touch for touch in touches if touch.tier is None or touch.tier is self._compute]
+        self._readiness.compute(
+            [(touch.ref, self._compute) for touch in here],
+            writes=[(touch.ref, self._compute) for touch in here if touch.writes],
+        )
+
+    def give_slots(self, ref: PlaneRef, tier: Tier, slots: int) -> None:
+        """Gives a unit's slots back, behind what is still under way on them."""
+        before = self._zeros(ref, tier)
+        self._under_way.pop((WorkKind.CREATE, ref, tier), None)
+        fence = before[0] if before else None
+        if self._poison or self.is_queued:
+            before += self._readiness.before_writing((ref, tier))
+            if tier is self._compute:
+                before += self._readiness.computed()
+            self._readiness.forget((ref, tier))
+            if self._poison or before:
+                work = self._units.poisoning(ref, tier, slots) if self._poison else _nothing
+                fence = self.lane(tier, tier).issue(work, before)
+        self._units.give(ref, tier, slots, fence=fence)
+
+    def _zeros(self, ref: PlaneRef, tier: Tier) -> list[Ticket]:
+        """The filling of a unit's slots, if nobody has waited for it."""
+        filling = self._under_way.get((WorkKind.CREATE, ref, tier))
+        return [] if filling is None else [filling.ticket]
+
+    # pages
+
+    @property
+    def arriving_slots(self) -> int:
+        """Slots of the compute tier whose pages come with transfers that are under way, as far as they have not come."""
+        return sum(coming.fresh_slots for _, coming in self._coming())
+
+    def arriving_bytes(self) -> int:
+        """Bytes of the pages that come with these transfers, without those that have. It takes a call of the system for each of them."""
+        return sum(self._units.absent_bytes(ref) for ref, _ in self._coming())
+
+    def _coming(self) -> list[tuple[PlaneRef, _UnderWay]]:
+        return [(ref, one) for (_, ref, _), one in self._under_way.items() if one.fresh_slots and not one.ticket.done]
+
+
+def _nothing() -> None:
+    """The work of a ticket for what comes before it."""
