@@ -110,7 +110,7 @@ def build_step(
         late_planes=late_planes,
         passes=setup.passes or {},
         sizes=lambda: (setup.state_bytes, 0 if gradients is GradientUse.TENSOR else setup.gradient_bytes),
-        room_bytes=budgets.room_bytes,
+        budgets=budgets,
         why=setup.by_use,
     )
     planner = setup.planner(choice, room.planned)

@@ -201,9 +201,7 @@ def _forecast(
 
 def _whole_gradients(setup: Setup, step: Trace) -> int | None:
     """Bytes of gradients that no trace has, where parameters keep their bytes in such a step; None where they are bound by use."""
-    budgets = setup.budgets
-    fits = not budgets.bind or setup.state_bytes + step.peak + budgets.spare_bytes <= budgets.room_bytes()
-    if setup.by_use or not fits:
+    if setup.by_use or not setup.budgets.hold(setup.state_bytes, step.peak):
         return None
     return 0 if setup.gradients is GradientUse.TENSOR else setup.gradient_bytes
 

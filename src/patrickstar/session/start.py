@@ -68,9 +68,10 @@ class Setup:
             "tile_rows": self.memory.options.tile_rows is not None,
             'step="in_backward"': self.gradients is GradientUse.UPDATE,
         }
-        room = self.budgets.room_bytes() - self.budgets.spare_bytes - self.budgets.passes.update
-        states = f"{format_bytes(self.state_bytes)} of model states do not fit in {format_bytes(max(0, room))}"
-        reasons[states] = self.budgets.bind and self.state_bytes > room
+        states = (
+            f"{format_bytes(self.state_bytes)} of model states do not fit in {format_bytes(self.budgets.room_bytes())}"
+        )
+        reasons[states] = not self.budgets.hold(self.state_bytes, self.budgets.passes.update)
         return next((reason for reason, holds in reasons.items() if holds), "")
 
     @property

@@ -81,6 +81,10 @@ class Budgets:
         compute = self.machine.compute
         return self.machine.given(compute) if knows_workspaces else self.machine.budget[compute]
 
+    def hold(self, state_bytes: int, beside_bytes: int) -> bool:
+        """Tells whether all model states, of so many bytes, can stay on the compute tier beside so much of activations and workspaces."""
+        return not self.bind or state_bytes + beside_bytes + self.spare_bytes <= self.room_bytes()
+
     def machine_for(self, need_bytes: int, *, taken_bytes: int = 0, knows_workspaces: bool = False) -> Machine:
         """The machine to plan a stretch for that needs at least so much of the compute tier.
 

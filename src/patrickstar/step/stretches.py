@@ -124,7 +124,7 @@ class Stretches:
             beside = None
             if expected.trace is not None and not self._room.is_exceeded:
                 excess = expected.excess_beyond(self._budgets.machine.costs.set_aside_bytes)
-                beside = expected.trace.peak + excess + self._budgets.spare_bytes
+                beside = expected.trace.peak + excess
             self._whole.expect_room(beside)
         return self._whole.holds
 

@@ -18,6 +18,7 @@ from patrickstar.memory.interruptions import interruptions_put_off
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.passes import Passes, update_all
 from patrickstar.parameters.binding import Binding
+from patrickstar.step.budgets import Budgets
 from patrickstar.step.executor import Executor
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.units import format_bytes
@@ -45,7 +46,7 @@ class Whole:
 
     Attributes:
         passes: by type of device. sizes: gives the bytes of all model states, and those of gradients, which are no units and in no trace.
-        room_bytes: gives what model states and activations may take. why: why parameters are bound by use; empty as long as they are not.
+        why: why parameters are bound by use; empty as long as they are not.
         left: is called where they are from now on.
     """
 
@@ -55,7 +56,7 @@ class Whole:
     late_planes: LatePlanes
     passes: Mapping[str, Passes]
     sizes: Callable[[], tuple[int, int]]
-    room_bytes: Callable[[], int]
+    budgets: Budgets
     why: str
 
     left: Callable[[], None] = lambda: None
@@ -87,8 +88,8 @@ class Whole:
         Raises:
             BudgetError: something holds their memory: a graph whose backward is still to come, a view. Nothing has changed then.
         """
-        room, states = self.room_bytes(), self._sizes[0]
-        if beside_bytes is not None and states + beside_bytes <= room:
+        room, states = self.budgets.room_bytes(), self._sizes[0]
+        if beside_bytes is not None and self.budgets.hold(states, beside_bytes):
             return
         takes = "an unknown amount" if beside_bytes is None else format_bytes(beside_bytes)
         why = f"beside {format_bytes(states)} of model states a forward takes {takes}, and there is room for {format_bytes(room)} in all"
