@@ -28,7 +28,7 @@ from tests.parity.cover import every, shuffled
 from tests.parity.forecasts import compare
 from tests.parity.limits import PAGE_BYTES, limits_of
 from tests.parity.matrix import DIMENSIONS, PAIRS, WIDE, Row
-from tests.parity.test_parity import FORESEEN, assert_moved, at_once, want
+from tests.parity.test_parity import FORESEEN, assert_moved, at_once, want, where_everything_fits
 from tests.sampling import cover
 
 ROWS = [row for row in (*PAIRS, *WIDE) if row.tier.startswith("emulated")]
@@ -45,7 +45,9 @@ UNFORESEEN = ("it differentiates a gradient", "was released while it was on its 
 BESIDE = 8 << 20
 
 
-def assert_parity(row: Row, directory: Path, accelerator: Accelerator, schedule: tuple[float, int]) -> None:
+def assert_parity(
+    row: Row, directory: Path, accelerator: Accelerator, schedule: tuple[float, int], *, binding: str = "by use"
+) -> None:
     expected = want(row, "cuda")
     outcome, told, is_least = run(row, directory, accelerator, schedule)
     unseen = {"gradients"} if row.step == "in_backward" else set()
@@ -58,6 +60,7 @@ def assert_parity(row: Row, directory: Path, accelerator: Accelerator, schedule:
     assert not [message for message in told if message.startswith("no trace for this forward")], row
     assert_moved(row, outcome, expected)
     assert_planned(row, outcome)
+    assert outcome.stats.binding.startswith(binding)
     if is_least:
         less = {**outcome.limits, "device": outcome.limits["device"] - PAGE_BYTES}
         with pytest.raises(patrickstar.BudgetError) as refusal:
@@ -144,6 +147,17 @@ def test_no_bit_depends_on_the_schedule(
     row: Row, schedule: tuple[float, int], tmp_path: Path, accelerator: Accelerator
 ) -> None:
     assert_parity(row, tmp_path, accelerator, schedule)
+
+
+WHOLE = where_everything_fits(ROWS)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("row", at_once(WHOLE, cover(WHOLE, every(("checkpointing",), ("clipping",)))), ids=str)
+def test_parameters_that_keep_their_bytes_have_the_same_bits(
+    row: Row, tmp_path: Path, accelerator: Accelerator
+) -> None:
+    assert_parity(row, tmp_path, accelerator, schedule_of(row), binding="whole")
 
 
 PLANNED = [row for row in FORESEEN if row.tier.startswith("emulated")]

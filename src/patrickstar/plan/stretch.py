@@ -114,7 +114,8 @@ class Stretch:
     Args:
         draft: what the planner made; None where nothing is known that could be planned, for the `reason`.
         reserve_bytes: the room that is left to non-model data where moments are decided on the spot.
-        is_seen: False where parameters are ordinary: nobody tells of their uses, for which nothing has to move.
+        gradient_bytes: where parameters are ordinary, so that nobody tells of their uses, for which nothing has to move: what gradients take beside
+            what the trace has; None: they are bound by use.
 
     Attributes:
         followed: the draft, as long as the moments come as its trace has them. reason: why they are decided on the spot; else empty.
@@ -132,7 +133,7 @@ class Stretch:
         *,
         reason: str = "",
         reserve_bytes: int = 0,
-        is_seen: bool = True,
+        gradient_bytes: int | None = None,
     ) -> None:
         self.kind = kind
         self.draft = draft
@@ -140,10 +141,10 @@ class Stretch:
         self.trace = None if draft is None else draft.trace
         self.foreseen = None if draft is None else draft.foreseen
 
-        self.followed = draft if is_seen else None
-        self.is_seen = is_seen
+        self.followed = draft if gradient_bytes is None else None
+        self.gradient_bytes = gradient_bytes
         self.reason = reason
-        self.reserve_bytes = reserve_bytes if draft is None else draft.trace.peak
+        self.reserve_bytes = (reserve_bytes if draft is None else draft.trace.peak) + (gradient_bytes or 0)
         self.position = 0
         self.room_bytes = 0
         self.is_over = False
@@ -157,7 +158,7 @@ class Stretch:
     @property
     def complete(self) -> bool:
         """True once every moment of the trace has come, as planned."""
-        if not self.is_seen:
+        if self.gradient_bytes is not None:
             return self.is_over
         return self.followed is not None and self.position == len(self.followed.trace.moments)
 

@@ -467,8 +467,8 @@ class DeviceRoom(EmulatedRoom):
             excess = most - self.level_bytes
         elif stretch.foreseen is None:
             excess = known.expected.excess_bytes = max(0, most - trace.peak)
-        elif not stretch.is_seen:
-            excess = max(0, most - stretch.reserve_bytes)
+        elif stretch.gradient_bytes is not None:
+            excess = max(0, most - stretch.foreseen.peak - stretch.gradient_bytes)
             known.expected.excess_bytes = max(known.expected.excess_bytes, known.expected.excess_beyond(share) + excess)
         else:
             # Moments of a plan that was left do not tell by how much.

@@ -135,8 +135,8 @@ class Stretches:
         draft = None if known.expected.trace is None else self._forward(kind, known.expected).draft
         if self._room.always_meters:
             self._room.start_meter(acts=True)
-        stretch = Stretch(kind, draft, reserve_bytes=self._room.level_bytes, is_seen=False)
-        stretch.reserve(self._whole.gradient_bytes)
+        reserve, gradients = self._room.level_bytes, self._whole.gradient_bytes
+        stretch = Stretch(kind, draft, reserve_bytes=reserve, gradient_bytes=gradients)
         self._current = known
         self._begin(stretch)
         if self._room.meter is None:
@@ -275,6 +275,8 @@ class Stretches:
     def end(self) -> None:
         """Ends the stretch that was under way."""
         stretch = self._executor.pilot.stretch
+        if stretch.gradient_bytes is not None and stretch.gave_gradients:
+            stretch.finish()  # of its backward, as of most gradients, nobody may have been told
         self._executor.wait_for_updates()
         self._room.look()
         recorder, self._executor.recorder = self._executor.recorder, None
