@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import patrickstar
 from patrickstar import StateError
+from tests.forked import in_forked_child
 from tests.session.builders import adamw
 
 pytestmark = pytest.mark.whole
@@ -380,3 +381,70 @@ def test_a_step_that_changes_a_weight_between_forward_and_backward_is_an_error_o
         step_with(model, session.optimizer, 4)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+def test_a_forked_child_has_the_weights_of_the_time_of_the_fork():
+    model = stack()
+    with patrickstar.manage(model, adamw(model)) as session:
+        step_with(model, session.optimizer, 4)
+        expected = model(torch.ones(1, 32)).sum().item()
+
+        def use() -> str:
+            with torch.no_grad():
+                found = model(torch.ones(1, 32)).sum().item()
+                model[0].weight.zero_()
+            return repr(found)
+
+        assert in_forked_child(use) == repr(expected)
+        assert model[0].weight.any()
+        step_with(model, session.optimizer, 4)
+
+
+@pytest.mark.parametrize("machine", [{}, ROOMY], ids=["unbounded", "bounded"])
+def test_gradients_from_before_are_used_and_left(machine):
+    plain, model = stack(), stack()
+    for each in (plain, model):
+        each(torch.ones(1, 32)).sum().backward()
+    optimizer = adamw(plain)
+    with patrickstar.manage(model, adamw(model), **machine) as session:
+        optimizer.step()
+        session.optimizer.step()
+        assert equal(list(plain.parameters()), list(model.parameters()))
+    assert equal([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
+
+
+def test_weights_alone_are_ordinary_parameters_too():
+    plain, model = stack(), stack()
+    with patrickstar.manage(model) as session:
+        assert torch.equal(plain(torch.ones(1, 32)), model(torch.ones(1, 32)))
+        assert session.stats().binding == "whole"
+        assert type(model[0].weight) is nn.Parameter
+
+
+def test_encoder_layers_take_torchs_fused_path_and_keep_their_class():
+    torch.manual_seed(0)
+    plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2).eval()
+    model = copy.deepcopy(plain)
+    with patrickstar.manage(model), torch.no_grad():
+        assert torch.equal(plain(torch.ones(1, 3, 16)), model(torch.ones(1, 3, 16)))
+        assert all(type(one) is type(other) for one, other in zip(plain.modules(), model.modules(), strict=True))
+
+
+def test_clipping_accumulating_and_freezing_mean_what_they_mean_in_pytorch():
+    plain, model = stack(), stack()
+    optimizer = adamw(plain)
+    with patrickstar.manage(model, adamw(model), **ROOMY) as session:
+        for number in range(4):
+            for each, steps in ((plain, optimizer), (model, session.optimizer)):
+                for rows in (2, 3):
+                    each(torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))).square().sum().backward()
+                if number == 1:
+                    each[2].requires_grad_(False)
+                if number == 2:
+                    each[4].weight.grad = None
+                if number == 3:
+                    each[6].bias.grad.mul_(2)
+                steps.step()
+                steps.zero_grad(set_to_none=number % 2 == 0)
+        assert equal(list(plain.parameters()), list(model.parameters()))
+        assert session.stats().planned_steps == 4

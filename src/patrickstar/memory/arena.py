@@ -206,6 +206,10 @@ class Arena:
             at, nbytes = at + part.start * dtype.itemsize, (part.stop - part.start) * dtype.itemsize
         return self._space.wrapping(at, nbytes, dtype)
 
+    def inherit(self, first: int, n: int, *, inherited: bool) -> None:
+        """Has forked children inherit `n` slots, or no more."""
+        self._space.inherit(*self._place(first, n), inherited=inherited)
+
     def close(self, kept: Collection[torch.UntypedStorage] = ()) -> None:
         """Lets go of the memory. Pages of free slots go now, the others with the last tensor or buffer over the arena.
 

@@ -94,6 +94,9 @@ class DeviceSpace(Space):
         addresses.map_also(to, at)
         self._prepared[to] += 1
 
+    def inherit(self, at: int, nbytes: int, *, inherited: bool) -> None:
+        """None inherits memory of a device."""
+
     def absent_bytes(self, at: int, nbytes: int) -> int:  # noqa: ARG002
         return 0
 

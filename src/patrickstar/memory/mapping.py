@@ -11,7 +11,7 @@ from typing import Any, Final
 from patrickstar.errors import DeviceError
 from patrickstar.units import format_bytes
 
-__all__ = ["HUGE_PAGE_BYTES", "PAGE_BYTES", "absent_bytes", "advise_huge", "discard", "reserve"]
+__all__ = ["HUGE_PAGE_BYTES", "PAGE_BYTES", "absent_bytes", "advise_huge", "discard", "inherit", "reserve"]
 
 PAGE_BYTES: Final = mmap.PAGESIZE
 HUGE_PAGE_BYTES: Final = 2 << 20
@@ -66,6 +66,12 @@ def advise_huge(address: int, nbytes: int) -> None:
     start, stop = _inside(address, nbytes, HUGE_PAGE_BYTES)
     if start < stop:
         _libc.madvise(start, stop - start, mmap.MADV_HUGEPAGE)
+
+
+def inherit(address: int, nbytes: int, *, inherited: bool) -> None:
+    """Has forked children inherit the whole pages of a range, as they do ordinary memory, or no more."""
+    start, stop = _inside(address, nbytes, PAGE_BYTES)
+    _libc.madvise(start, stop - start, mmap.MADV_DOFORK if inherited else mmap.MADV_DONTFORK)
 
 
 def discard(address: int, nbytes: int) -> None:

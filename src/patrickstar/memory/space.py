@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from patrickstar.errors import StateError
-from patrickstar.memory.mapping import HUGE_PAGE_BYTES, absent_bytes, advise_huge, discard, reserve
+from patrickstar.memory.mapping import HUGE_PAGE_BYTES, absent_bytes, advise_huge, discard, inherit, reserve
 
 __all__ = ["HostSpace", "Space", "copy_by_unit"]
 
@@ -59,6 +59,9 @@ class Space(Protocol):
     def lend(self, at: int, to: int) -> None:
         """Gives the memory of a slot that is prepared to another one as well, which then is: both read and write the same bytes until `discard`."""
         raise NotImplementedError
+
+    def inherit(self, at: int, nbytes: int, *, inherited: bool) -> None:
+        """Has forked children inherit the memory of slots, or no more. None inherits that of a device."""
 
     def absent_bytes(self, at: int, nbytes: int) -> int:
         """Bytes of a range of whole pages that have none yet."""
@@ -109,6 +112,9 @@ class HostSpace(Space):
         if os.getpid() == self._owner:
             discard(self._start + at, nbytes)
         return False
+
+    def inherit(self, at: int, nbytes: int, *, inherited: bool) -> None:
+        inherit(self._start + at, nbytes, inherited=inherited)
 
     def absent_bytes(self, at: int, nbytes: int) -> int:
         return absent_bytes(self._start + at, nbytes)

@@ -87,8 +87,9 @@ class ChunkStore:
         return wrap()
 
     def part(self, ref: PlaneRef, part: slice) -> Tensor:
-        """Elements of a unit on the compute tier, as `tensor` gives the whole of it: over a fresh storage of their own."""
+        """Elements of a unit on the compute tier, over a fresh storage of their own. Whoever has that may be forked, as with ordinary tensors."""
         self.tensor(ref)
+        self.units.inherit(ref)
         return self.units.wrapping(ref, self._compute, part)()
 
     def operand(self, ref: PlaneRef, tier: Tier) -> Tensor:

@@ -46,6 +46,7 @@ class UnitBytes:
         self._compute = self.state.compute
         self.limit_slots = self.arenas[self._compute].virtual_slots
         self._at: dict[Tier, dict[PlaneRef, int]] = {tier: {} for tier in self.arenas}
+        self._inherited: set[PlaneRef] = set()
         self.slots_here: Mapping[PlaneRef, int] = self._at[self._compute]
 
     # slots
@@ -67,9 +68,18 @@ class UnitBytes:
     def give(self, ref: PlaneRef, tier: Tier, slots: int, *, fence: Ticket | None) -> None:
         """Gives a unit's slots back. `fence`: ends when nothing that was issued uses them any more."""
         arena = self.arenas[tier]
+        if tier is self._compute and ref in self._inherited:
+            self._inherited.discard(ref)
+            arena.inherit(self._at[tier][ref], slots, inherited=False)
         arena.give(self._at[tier].pop(ref), slots, fence=fence)
         if self.state.has_slots_to_take(ref, tier):
             self.ledger.remove(tier, slots * arena.slot_bytes)
+
+    def inherit(self, ref: PlaneRef) -> None:
+        """Has forked children inherit a unit's slots on the compute tier, until it gives them back."""
+        if ref not in self._inherited:
+            self._inherited.add(ref)
+            self.arenas[self._compute].inherit(self._at[self._compute][ref], self.state.slots[ref], inherited=True)
 
     def fences(self, ref: PlaneRef, tier: Tier, slots: int) -> list[Ticket]:
         """Tickets of what is still under way on a unit's slots, from before they were taken."""

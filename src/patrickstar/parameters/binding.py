@@ -140,6 +140,8 @@ class Binding:
         self.assembled = AssembledTensors(self.access, self._assembled_class, device=device)
         self.changes = Changes(self.access, self.assembled, self._owners_of, rewriting)
         self.gradients = GradientAccess(self.access, self.assembled, gradients, by_id)
+        if whole:
+            self.gradients.stay_put()
         self._saved = SavedTensors(
             self.access,
             lasting=self.assembled.lasting,
@@ -190,13 +192,16 @@ class Binding:
 
     def _hold(self, bound: BoundParameter) -> None:
         """Gives a parameter the bytes of its slot for good. See Note [Whole]."""
-        if not bound.shape_only.numel():
+        parameter, place = bound.parameter, bound.shape_only
+        if not place.numel():
             return
         self._owner.use(bound.name, bound.touches)
         part = self.leases.take_part(bound.ref, slice(bound.offset, bound.offset + bound.shape_only.numel()))
         storage: Any = part.untyped_storage()  # which the parameter has for good, and with it leads to its binding
         storage.managed_by = weakref.ref(self)
-        bound.parameter.data = torch.as_strided(part, bound.shape_only.shape, bound.shape_only.stride())
+        gradient, parameter.grad = parameter.grad, None
+        parameter.data = torch.as_strided(part, place.shape, place.stride())
+        parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
 
     def take_back(self) -> None:
         """Takes over what was done by hand to parameters that keep their bytes: other memory (`p.data = value`), an end of being frozen.

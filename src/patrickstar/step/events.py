@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -76,6 +77,7 @@ class Events:
 
     def __post_init__(self) -> None:
         self._registered = Registered(self.model)
+        self._process = os.getpid()
 
     # the binding's owner
 
@@ -205,8 +207,8 @@ class Events:
             StateError: it would be compiled, traced or transformed. BudgetError: it does not fit. Nothing has changed then.
         """
         if self.to.is_whole():
-            if not is_ordinary_call() or _is_running_in("torch.nn.utils.stateless"):
-                return args, kwargs  # nobody has to see it: the parameters are ordinary, or others
+            if not is_ordinary_call() or _is_running_in("torch.nn.utils.stateless") or os.getpid() != self._process:
+                return args, kwargs  # nobody has to see it: the parameters are ordinary, or others, or a forked child's
         else:
             expect_ordinary_call(module, args, kwargs, next(iter(self.named.values())))
         if self._depth and not any(
