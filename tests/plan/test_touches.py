@@ -46,7 +46,6 @@ def moments_of(rule: Touches, label: str) -> list[str]:
 
 def test_a_gradient_that_is_kept_is_written_in_its_plane_chunk_by_chunk() -> None:
     assert moments_of(touches(GradientUse.CHUNK), "a") == ["c0.grad*", "c1.grad*", "c2.grad*"]
-    assert moments_of(touches(GradientUse.TENSOR), "a") == []
 
 
 @pytest.mark.parametrize("split", [False, True])

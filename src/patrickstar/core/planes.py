@@ -46,7 +46,6 @@ class GradientUse(Enum):
 
     CHUNK = "into its chunk's grad plane, until the step"
     UPDATE = "into the update of its parameter, at once"
-    TENSOR = "nowhere: it stays the tensor that autograd made, as in PyTorch, until the step"
     NONE = "nowhere: nothing is trained"
 
     @property

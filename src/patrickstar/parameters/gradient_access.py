@@ -28,7 +28,7 @@ class GradientAccess:
     """The gradients of bound parameters, as PyTorch's users know them.
 
     Read as `p.grad`, a gradient is a tensor bound by use (Note [Assembled tensors] in `assembled.py`). A tensor that is assigned as `p.grad` is
-    the user's own from then on: an ordinary one, to which autograd adds as ever, until it is None again. Where gradients stay tensors, all of
+    the user's own from then on: an ordinary one, to which autograd adds as ever, until it is None again. Where parameters keep their bytes, all of
     them are the user's own, always.
 
     Args:
@@ -49,8 +49,8 @@ class GradientAccess:
         self._use = use
 
         self._hooks: dict[BoundParameter, RemovableHandle] = {}
-        self.stay = use is GradientUse.TENSOR
-        self.own: set[str] = set(access.records) if self.stay else set()
+        self.stay = False
+        self.own: set[str] = set()
 
     def stay_put(self) -> None:
         """Leaves all gradients where autograd makes them from now on."""
@@ -60,9 +60,8 @@ class GradientAccess:
 
     def lie_apart(self) -> None:
         """Has gradients go where the session keeps them from now on, but for those that there are."""
-        self.stay = self._use is GradientUse.TENSOR
-        if not self.stay:
-            self.own = {name for name in self.own if self._by_name[name].tensor().grad is not None}
+        self.stay = False
+        self.own = {name for name in self.own if self._by_name[name].tensor().grad is not None}
 
     def watch(self, bound: BoundParameter) -> None:
         """Takes the parameter's gradients off from now on, if it has any."""

@@ -64,7 +64,7 @@ class Planner:
     Attributes:
         policy: of eviction. prefetch: moments by which transfers may be early. choice: where updates are done.
         weaves: whether updates are woven into the next forward. keeps: whether an allocator of a device keeps what activations have had.
-        in_chunks: whether gradients lie in chunks. norm_bytes, update_bytes: what the norm, or an update, takes of the tier that computes.
+        norm_bytes, update_bytes: what the norm, or an update, takes of the tier that computes.
         checks: whether each new plan is held against `plan/check.py`.
         made: is told of each new plan, and its trace.
     """
@@ -77,7 +77,6 @@ class Planner:
     choice: UpdateChoice
     weaves: bool
     keeps: bool
-    in_chunks: bool
     norm_bytes: int = 0
     update_bytes: int = 0
     checks: bool = False
@@ -111,7 +110,7 @@ class Planner:
         layout, formats, scratch_bytes = self.layout, self.formats.now, self.update_bytes
 
         def make() -> Trace:
-            trace = step_trace(layout, names, formats=formats, in_plane=self.in_chunks, scratch_bytes=scratch_bytes)
+            trace = step_trace(layout, names, formats=formats, in_plane=True, scratch_bytes=scratch_bytes)
             return on_tiers(trace, tiers)
 
         return self.once(("step", frozenset(names), frozenset(tiers.items()), formats.thawed), make)

@@ -75,8 +75,6 @@ class Touches:
 
     def gradient(self, label: str) -> Iterator[tuple[Part, tuple[Touch, ...]]]:
         """The moments of a gradient's arrival: the piece of the gradient that each is about, and what it touches."""
-        if self.gradients is GradientUse.TENSOR:
-            return iter(())
         if not self.updates_at_once(label):
             return gradient_parts(self.layout, label, writes=True)
         return update_parts(self.layout, label, formats=self.formats.now)

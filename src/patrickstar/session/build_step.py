@@ -109,7 +109,7 @@ def build_step(
         executor=executor,
         late_planes=late_planes,
         passes=setup.passes or {},
-        sizes=lambda: (setup.state_bytes, 0 if gradients is GradientUse.TENSOR else setup.gradient_bytes),
+        sizes=lambda: (setup.state_bytes, setup.gradient_bytes),
         budgets=budgets,
         why=setup.by_use,
     )

@@ -13,7 +13,7 @@ from patrickstar.config.arguments import MemoryOptions, check_arguments
 from patrickstar.core.formats import Formats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
-from patrickstar.core.planes import GRAD, GradientUse
+from patrickstar.core.planes import GRAD
 from patrickstar.core.trace import Trace
 from patrickstar.errors import BudgetError, Error
 from patrickstar.memory.allocator import allocator
@@ -141,16 +141,13 @@ def _forecast(
     except CannotTrace as problem:
         raise Error(f"the model cannot be traced without running it, so there is no forecast: {problem}") from problem
     clips = clip or memory.max_grad_norm is not None
-    in_chunks = setup.gradients is GradientUse.CHUNK
     late = _updated_late(step, layout) if in_backward else trainable
-    takes_norm = clips and in_chunks
+    takes_norm = clips and not in_backward
     planner = setup.planner(choice)
-    beside = 0 if in_chunks or in_backward else sum(named[name].numel() * 4 for name in late)
 
     @cache  # a plan is kept for the very same trace
     def update_of(tiers: frozenset[tuple[int, Tier]] = frozenset()) -> Trace:
-        trace = planner.update_trace(late, dict(tiers))
-        return _update_beside(trace, beside) if beside else trace
+        return planner.update_trace(late, dict(tiers))
 
     updates = [update_of()] if late or not in_backward else []
     traces = (step, *([planner.norm_trace(trainable)] if takes_norm else []), *updates)
@@ -203,7 +200,7 @@ def _whole_gradients(setup: Setup, step: Trace) -> int | None:
     """Bytes of gradients that no trace has, where parameters keep their bytes in such a step; None where they are bound by use."""
     if setup.by_use or not setup.budgets.hold(setup.state_bytes, step.peak):
         return None
-    return 0 if setup.gradients is GradientUse.TENSOR else setup.gradient_bytes
+    return setup.gradient_bytes
 
 
 def _kept_bytes(budgets: Budgets, ran: Sequence[tuple[Simulation, Trace]], *, slot_bytes: int) -> int:
@@ -250,9 +247,3 @@ def _model_data_bytes(
         kept = [form.itemsize for plane, form in planes.items() if plane != GRAD or keeps_gradients]
         total += parameter.numel() * sum(kept)
     return total
-
-
-def _update_beside(trace: Trace, gradient_bytes: int) -> Trace:
-    """The trace of an update beside gradients that stay ordinary tensors, of so many bytes."""
-    moments = (replace(moment, nonmodel_bytes=gradient_bytes, live_bytes=gradient_bytes) for moment in trace.moments)
-    return Trace(tuple(moments))

@@ -120,7 +120,6 @@ class Setup:
             choice=choice,
             weaves=self.gradients is GradientUse.CHUNK and not choice.apart,
             keeps=self.budgets.stream_device is not None,
-            in_chunks=self.gradients is not GradientUse.TENSOR,
             norm_bytes=self.budgets.passes.norm,
             update_bytes=self.budgets.passes.update,
             checks=self.memory.options.poison,
@@ -150,6 +149,7 @@ def set_up(
     """
     precision = find_precision(memory, model, has)
     layout = layout_of(model, named, memory, precision, granule_bytes=has.granule_bytes, trained=trained)
+    gradients = GradientUse.UPDATE if memory.step == "in_backward" else GradientUse.CHUNK
     present, absent = present_and_absent_bytes(named.values())
     budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent, has=has)
     passes = None if find_passes is None else find_passes(budgets.device) if trains else {}
@@ -158,7 +158,7 @@ def set_up(
         precision=precision,
         layout=layout,
         budgets=with_pass_bytes(budgets, layout, memory, precision, passes=passes),
-        gradients=_gradient_use(memory, budgets, precision) if trains else GradientUse.NONE,
+        gradients=gradients if trains else GradientUse.NONE,
         formats=SessionFormats(precision.formats),
         passes=passes,
         may_be_whole=may_be_whole,
@@ -253,15 +253,6 @@ def with_pass_bytes(
     looks = backwards * sum(len(layout.parts(name)) for name in layout.slices) if precision.scales else 0
     flags = overflow_bytes(looks) if looks else 0  # there from a backward to the norm, which nothing fixed counts for
     return replace(budgets, passes=replace(taken, norm=taken.norm + flags), fixed_bytes=budgets.fixed_bytes + flags)
-
-
-def _gradient_use(memory: MemoryOptions, budgets: Budgets, precision: Precision) -> GradientUse:
-    """The use of gradients: with nothing to move them out of the way for, they stay where PyTorch puts them."""
-    if memory.step == "in_backward":
-        return GradientUse.UPDATE
-    # 16-bit gradients of several backwards add up in fp32, which autograd does not do; and those of tiles have no parameter of the user's.
-    in_chunks = budgets.bind or precision.mixed or memory.options.tile_rows is not None
-    return GradientUse.CHUNK if in_chunks else GradientUse.TENSOR
 
 
 def resting_state(setup: Setup, *, clips: bool = False) -> Residency:

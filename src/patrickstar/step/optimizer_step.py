@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -110,7 +110,6 @@ class OptimizerStep:
             {name: self.steps[name] for name in names},
             self.planner.update_trace(names, tiers) if tiers else trace,
             {name: self.in_chunks.factors[name] for name in names if name in self.in_chunks.factors},
-            self.own_gradients() if self.binding.gradients.stay else None,
         )
 
     def own_gradients(self) -> dict[str, Tensor]:
@@ -121,9 +120,7 @@ class OptimizerStep:
 
     def do_now(self, order: PendingStep) -> None:
         """Carries out an order at once: gradients of the user's own may be changed at any time."""
-        with ExitStack() as stack:
-            if order.gradients is None:
-                stack.enter_context(in_plane(self.binding, self.in_chunks, order.hypers))
+        with in_plane(self.binding, self.in_chunks, order.hypers):
             self.executor.pending = order
             self.executor.settle()
 
@@ -146,7 +143,7 @@ class OptimizerStep:
     # the update of a chunk
 
     def work(self, order: PendingStep, chunk: int, tier: Tier) -> Task:
-        """The work of a chunk's update, from its accumulated gradient or from the order's: each parameter once, whoever asks for it how often.
+        """The work of a chunk's update, from its accumulated gradient: each parameter once, whoever asks for it how often.
 
         In a chunk, adjacent parameters with the same hyper-parameters and step count are one run of the kernel, the zeros between them
         included: a zero whose averages and gradient are zero stays zero.
@@ -179,15 +176,8 @@ class OptimizerStep:
 
     def _pieces(self, chunk: int, order: PendingStep, units: Mapping[PlaneRef, Tensor]) -> list[tuple[_Range, Tensor]]:
         """The ranges of a chunk that are updated, each with its gradient."""
-        if order.gradients is None:
-            grad = units[PlaneRef(chunk, GRAD)]
-            return [(piece, grad[piece.start : piece.stop]) for piece in self._ranges(chunk, order)]
-        found = []
-        for piece in order.pieces(self.layout, chunk):
-            span = slice(piece.tensor_start, piece.tensor_start + piece.stop - piece.start)
-            alone = _Range(piece.start, piece.stop, order.hypers[piece.name], order.steps[piece.name], ())
-            found.append((alone, order.gradients[piece.name][span]))
-        return found
+        grad = units[PlaneRef(chunk, GRAD)]
+        return [(piece, grad[piece.start : piece.stop]) for piece in self._ranges(chunk, order)]
 
     def update_now(
         self,

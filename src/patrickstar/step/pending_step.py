@@ -57,7 +57,6 @@ class PendingStep:
         steps: the number of this update for each of them, from 1.
         trace: a moment for each chunk that is updated.
         factors: what their gradients are multiplied with first.
-        gradients: gradients that are tensors of their own, by name, 1-D in slot order; None: they lie in chunks.
         frees: gradients in chunks that nobody wants once they have been used.
         arrivals: by chunk that takes gradients, how many moments are still to bring a part of them.
         waiting: by chunk, the moments of the updates that have not begun. under_way: chunks whose update has begun and not ended.
@@ -69,7 +68,6 @@ class PendingStep:
     steps: dict[str, int]
     trace: Trace
     factors: Factors = field(default_factory=dict)
-    gradients: Mapping[str, Tensor] | None = None
     frees: set[PlaneRef] = field(default_factory=set)
     arrivals: dict[int, int] = field(default_factory=dict)
 
