@@ -18,6 +18,7 @@ from tests.mutants.streams import STREAMS
 from tests.mutants.tiles import TILES
 from tests.mutants.training import TRAINING
 from tests.mutants.updates import UPDATES
+from tests.mutants.whole import WHOLE
 from tests.mutants.whole_chunks import WHOLE_CHUNKS
 
 __all__ = ["MUTANTS"]
@@ -32,6 +33,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *TRAINING,
     *UPDATES,
     *WHOLE_CHUNKS,
+    *WHOLE,
     *OUTSIDE,
     *SIXTEEN_BITS,
     *TILES,

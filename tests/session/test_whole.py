@@ -448,3 +448,96 @@ def test_clipping_accumulating_and_freezing_mean_what_they_mean_in_pytorch():
                 steps.zero_grad(set_to_none=number % 2 == 0)
         assert equal(list(plain.parameters()), list(model.parameters()))
         assert session.stats().planned_steps == 4
+
+
+def state_bytes(model, session):
+    """Bytes of all model states, once there are some: three planes of chunks, and gradients as tensors."""
+    return sum(session.stats().model_data.values()) + sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_the_smallest_budget_at_which_they_keep_their_bytes_holds_all_of_it():
+    model = stack()
+    with patrickstar.manage(model, adamw(model), **ROOMY) as session:
+        step_with(model, session.optimizer, 4)
+        states, beside = state_bytes(model, session), session.trace.peak
+    for budget, at_first, then in ((states - 1, "by use", "by use"), (states + beside - 1, "whole", "by use")):
+        with patrickstar.manage(model, adamw(model), **{**ROOMY, "device_memory": budget}) as session:
+            assert session.stats().binding.startswith(at_first)
+            step_with(model, session.optimizer, 4)
+            assert session.stats().binding.startswith(then)
+    with patrickstar.manage(model, adamw(model), **{**ROOMY, "device_memory": states + beside}) as session:
+        step_with(model, session.optimizer, 4)
+        stats = session.stats()
+        assert stats.binding == "whole"
+        assert stats.peak["device"] <= states + beside
+
+
+@pytest.fixture
+def pressed():
+    """A plain pair and a managed one; between forward and backward of each step more lies on the device than anybody foresaw."""
+    plain, model = stack(), stack()
+    options = patrickstar.Options(chunk_size=2048, poison=True)
+    with patrickstar.manage(model, adamw(model), **ROOMY, options=options) as session:
+        store = session._parts.executor.store
+        store.keep_log = True
+        addresses = [parameter.data_ptr() for parameter in model.parameters()]
+        for each, optimizer in ((plain, adamw(plain)), (model, session.optimizer)):
+            for rows in (4, 4, 4):
+                loss = each(torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))).square().sum()
+                more = torch.ones(160 * 256)
+                (loss * more.mean()).backward()
+                del more
+                optimizer.step()
+                optimizer.zero_grad()
+        yield plain, model, addresses, {str(action) for action in store.log}
+
+
+def test_averages_that_left_come_back_for_their_step(pressed):
+    plain, model, _, done = pressed
+    assert any("exp_avg" in action and "D!" in action for action in done)
+    assert equal(list(plain.parameters()), list(model.parameters()))
+
+
+def test_chunks_of_weights_stay_where_they_are_when_others_leave(pressed):
+    _, model, addresses, done = pressed
+    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+    assert not any("weight" in action and "D!" in action for action in done)
+
+
+def test_what_was_changed_by_hand_is_written_back_when_they_are_let_go():
+    plain, model = stack(), stack()
+    options = patrickstar.Options(chunk_size=2048, poison=True)
+    with (
+        patrickstar.manage(model, device="emulated", device_memory="56KiB", options=options) as session,
+        torch.no_grad(),
+    ):
+        for each in (plain, model):
+            each(torch.ones(1, 32))
+            each[0].weight.data.add_(1)
+        large = torch.ones(64, 32)
+        assert torch.equal(plain(large), model(large))
+        assert torch.equal(plain(large), model(large))
+        assert session.stats().binding.startswith("by use")
+
+
+def test_a_part_of_a_unit_is_found_where_it_lies():
+    model = stack()
+    with patrickstar.manage(model, adamw(model)) as session:
+        binding = session._parts.binding
+        for name, parameter in model.named_parameters():
+            bound = binding.by_name[name]
+            assert binding.leases.locate(parameter) == (bound.ref, 4 * bound.offset)
+            assert binding.leases.locate(parameter[1:]).offset_bytes == 4 * bound.offset + parameter[0].nbytes
+
+
+def test_tensors_whose_length_is_no_multiple_of_a_vector_are_updated_whole():
+    torch.manual_seed(0)
+    plain, model = nn.Linear(5, 3), nn.Linear(5, 3)
+    model.load_state_dict(plain.state_dict())
+    optimizer = adamw(plain)
+    with patrickstar.manage(model, adamw(model)) as session:
+        for each, steps in ((plain, optimizer), (model, session.optimizer)):
+            for _ in range(2):
+                each(torch.ones(2, 5)).sum().backward()
+                steps.step()
+        assert equal(list(plain.parameters()), list(model.parameters()))

@@ -1,0 +1,72 @@
+"""Faults of parameters that keep their bytes: what moves under them, what is not noticed of them, and when they are let go."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Fault, Mutant
+from tests.mutants.operators import always, assign, drop, never, replace, returns, without
+
+FILE = "tests/session/test_whole.py"
+LEAVES = f"{FILE}::test_from_the_first_forward_on_that_does_not_fit_they_are_bound_by_use"
+FITS = f"{FILE}::test_under_a_budget_that_holds_all_model_states_parameters_keep_their_bytes[emulated]"
+HELD = f"{FILE}::test_a_forward_for_which_they_would_have_to_move_is_refused_while_they_are_held"
+GIVEN = f"{FILE}::test_values_given_by_hand_are_taken_over_at_a_forward_at_a_step_and_on_reading"
+EDGE = f"{FILE}::test_the_smallest_budget_at_which_they_keep_their_bytes_holds_all_of_it"
+
+WHOLE: tuple[Mutant, ...] = (
+    Fault("a-slot-moves-under-an-ordinary-parameter", "memory.leases:Leases.take_part").by(
+        drop("_note_storage"), f"{FILE}::test_chunks_of_weights_stay_where_they_are_when_others_leave"
+    ),
+    Fault("whole-is-chosen-one-slot-too-early", "step.budgets:Budgets.hold").by(
+        replace("state_bytes + beside_bytes + self.spare_bytes", "_ - 8192"), EDGE
+    ),
+    Fault("the-spare-room-is-taken-by-model-states", "session.start:Setup.state_bytes").by(
+        without("self.gradient_bytes"), EDGE
+    ),
+    Fault("a-new-shape-is-not-asked-about", "step.stretches:Stretches._stays_whole").by(drop("expect_room"), LEAVES),
+    Fault("what-changed-by-hand-is-clean-when-parameters-are-let-go", "step.whole:Whole._leave").by(
+        drop("wrote"), f"{FILE}::test_what_was_changed_by_hand_is_written_back_when_they_are_let_go"
+    ),
+    Fault("parameters-are-let-go-that-a-graph-holds", "step.whole:Whole._leave").by(never("held"), f"{HELD}[a graph]"),
+    Fault("a-refused-forward-leaves-parameters-bound-by-use", "step.whole:Whole._leave").by(
+        drop("hold"), f"{HELD}[a view]"
+    ),
+    Fault("averages-that-left-are-taken-for-those-in-their-slot", "step.whole:Whole._pieces").by(
+        always("all(was)"), f"{FILE}::test_averages_that_left_come_back_for_their_step"
+    ),
+    Fault("updates-of-different-numbers-are-one", "step.whole:Whole.update").by(
+        replace("(hypers[name], steps.get(name, 0) + 1)", "(hypers[name], 1)"),
+        f"{FILE}::test_a_parameter_that_is_trained_later_gets_its_averages",
+    ),
+    Fault("an-update-does-not-count-as-a-change", "step.training_deferred:DeferredTraining._step_whole").by(
+        drop("stepped"),
+        f"{FILE}::test_a_step_that_changes_a_weight_between_forward_and_backward_is_an_error_of_torchs",
+    ),
+    Fault("memory-given-by-hand-is-not-noticed", "parameters.binding:Binding.take_back").by(drop("_take_value"), GIVEN),
+    Fault("memory-of-another-shape-is-taken-over", "parameters.binding:Binding._take_value").by(
+        never("value.shape"), GIVEN
+    ),
+    Fault("what-is-given-by-hand-is-not-looked-for-on-reading", "session.parts:Parts.begin_access").by(
+        drop("take_back"), GIVEN
+    ),
+    Fault(
+        "what-is-given-by-hand-is-not-looked-for-at-a-step", "session.optimizer_target:OptimizerTarget.step_groups"
+    ).by(drop("take_back"), GIVEN),
+    Fault("a-parameter-that-is-frozen-no-more-has-no-planes", "parameters.binding:Binding.take_back").by(
+        drop("thawed"), f"{FILE}::test_a_parameter_that_is_trained_later_gets_its_averages"
+    ),
+    Fault("a-forked-child-has-no-weights", "memory.store:ChunkStore.part").by(
+        drop("inherit"), f"{FILE}::test_a_forked_child_has_the_weights_of_the_time_of_the_fork"
+    ),
+    Fault("a-part-is-taken-for-the-start-of-its-unit", "memory.leases:Leases.take_part").by(
+        assign("_starts", "0"), f"{FILE}::test_a_part_of_a_unit_is_found_where_it_lies"
+    ),
+    Fault("a-managed-model-is-managed-again", "parameters.binding:manager_of").by(
+        returns("None", nth=2), f"{FILE}::test_a_second_session_over_the_model_or_a_part_of_it_is_refused"
+    ),
+    Fault("gradients-from-before-go-where-no-step-looks", "parameters.binding:Binding.__init__").by(
+        drop("stay_put"), f"{FILE}::test_gradients_from_before_are_used_and_left[bounded]"
+    ),
+    Fault("the-tail-of-a-tensor-is-not-updated", "optim.fused:update_all").by(
+        never("body < numel"), f"{FILE}::test_tensors_whose_length_is_no_multiple_of_a_vector_are_updated_whole"
+    ),
+)
