@@ -534,10 +534,22 @@ def test_tensors_whose_length_is_no_multiple_of_a_vector_are_updated_whole():
     torch.manual_seed(0)
     plain, model = nn.Linear(5, 3), nn.Linear(5, 3)
     model.load_state_dict(plain.state_dict())
-    optimizer = adamw(plain)
+    optimizer, before = adamw(plain), copy.deepcopy(plain)
     with patrickstar.manage(model, adamw(model)) as session:
         for each, steps in ((plain, optimizer), (model, session.optimizer)):
             for _ in range(2):
                 each(torch.ones(2, 5)).sum().backward()
                 steps.step()
+        assert equal(list(plain.parameters()), list(model.parameters()))
+        assert all((now != then).all() for now, then in zip(model.parameters(), before.parameters(), strict=True))
+
+
+def test_a_step_updates_the_values_that_were_given_by_hand():
+    plain, model = stack(), stack()
+    optimizer = adamw(plain)
+    with patrickstar.manage(model, adamw(model)) as session:
+        for each, steps in ((plain, optimizer), (model, session.optimizer)):
+            each(torch.ones(2, 32)).sum().backward()
+            each[0].weight.data = torch.full((32, 32), 2.0)
+            steps.step()
         assert equal(list(plain.parameters()), list(model.parameters()))

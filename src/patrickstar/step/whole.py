@@ -100,8 +100,6 @@ class Whole:
         self._places.clear()
         if store.works.is_queued:
             store.works.compute([Touch(ref) for ref in weights])  # what is queued on a device still reads them
-        for ref in weights:
-            store.wrote(ref)  # nobody has told of changes by hand
         self.binding.let_go()
         held = [ref for ref in weights if ref in store.leases.held()]
         if held:
