@@ -553,3 +553,12 @@ def test_a_step_updates_the_values_that_were_given_by_hand():
             each[0].weight.data = torch.full((32, 32), 2.0)
             steps.step()
         assert equal(list(plain.parameters()), list(model.parameters()))
+
+
+def test_a_tensor_longer_than_a_chunk_is_updated_piece_by_piece():
+    plain, model = stack(), stack()
+    optimizer, options = adamw(plain), patrickstar.Options(chunk_size=512)
+    with patrickstar.manage(model, adamw(model), options=options) as session:
+        for _ in range(2):
+            assert torch.equal(step_with(plain, optimizer, 4), step_with(model, session.optimizer, 4))
+        assert equal(list(plain.parameters()), list(model.parameters()))

@@ -63,9 +63,8 @@ __all__ = ["Binding", "manager_of"]
 
 def manager_of(parameter: Tensor) -> Binding | None:
     """The binding of a managed parameter; None where nobody manages it."""
-    kind: Any = type(parameter)
-    if hasattr(kind, "managed_by") or parameter.layout is not torch.strided:
-        return getattr(kind, "managed_by", None)
+    if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+        return getattr(type(parameter), "managed_by", None)
     storage: Any = parameter.untyped_storage()
     return storage.managed_by() if hasattr(storage, "managed_by") else None
 

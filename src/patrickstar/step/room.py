@@ -127,9 +127,8 @@ class Room:
         """True where what lies beside chunks is known by more than a trace."""
         return self.meter is not None
 
-    @property
-    def is_exceeded(self) -> bool:
-        """True where more has been taken than anybody foresaw."""
+    def is_exceeded_by(self, growth_bytes: int) -> bool:  # noqa: ARG002
+        """Tells whether the process would be too large once it has grown by so much, with nothing given back."""
         return False
 
     def open(self, actions: Sequence[Action], pending: PendingStep | None) -> None:
@@ -319,13 +318,8 @@ class HostRoom(Room):
         moment = stretch.followed.trace.moments[stretch.position - 1]
         return self._making_bytes + moment.nonmodel_bytes - moment.live_bytes
 
-    @property
-    def is_exceeded(self) -> bool:
-        return self._is_bounded and self.is_exceeded_by(0)
-
     def is_exceeded_by(self, growth_bytes: int) -> bool:
-        """Tells whether the process would be too large once it has grown by so much, with nothing given back."""
-        return resident_bytes() + growth_bytes > self._limits[1]
+        return self._is_bounded and resident_bytes() + growth_bytes > self._limits[1]
 
     def excess_bytes(self, growth_bytes: int) -> int:
         """Bytes that will be resident beyond what may be once the process has grown by so much, with what the allocator keeps given back."""
@@ -467,12 +461,10 @@ class DeviceRoom(EmulatedRoom):
             excess = most - self.level_bytes
         elif stretch.foreseen is None:
             excess = known.expected.excess_bytes = max(0, most - trace.peak)
-        elif stretch.gradient_bytes is not None:
-            excess = max(0, most - stretch.foreseen.peak - stretch.gradient_bytes)
-            known.expected.excess_bytes = max(known.expected.excess_bytes, known.expected.excess_beyond(share) + excess)
         else:
-            # Moments of a plan that was left do not tell by how much.
-            excess = max(stretch.excess_bytes, most - stretch.foreseen.peak if stretch.reason else 0)
+            # Moments of a plan that was left, or of none, do not tell by how much.
+            is_told, beside = not stretch.reason and stretch.gradient_bytes is None, stretch.gradient_bytes or 0
+            excess = max(stretch.excess_bytes, 0 if is_told else most - stretch.foreseen.peak - beside)
             known.expected.excess_bytes = max(known.expected.excess_bytes, known.expected.excess_beyond(share) + excess)
         left = 0 if known is not None and known.expected.knows_workspaces else share
         if known is not None and trace is not None and stretch.complete and self._is_seen and not known.by_chance:

@@ -121,11 +121,11 @@ class Stretches:
     def _stays_whole(self, expected: KnownForward) -> bool:
         """Tells whether parameters keep their bytes in a forward; from the first on that leaves no room for that they do not."""
         if self._whole.holds and self._budgets.bind:
-            beside = None
-            if expected.trace is not None and not self._room.is_exceeded:
+            beside = self._reserve_bytes()
+            if expected.trace is not None:
                 excess = expected.excess_beyond(self._budgets.machine.costs.set_aside_bytes)
                 beside = expected.trace.peak + excess
-            self._whole.expect_room(beside)
+            self._whole.expect_room(None if self._room.is_exceeded_by(0) else beside)
         return self._whole.holds
 
     def _begin_unseen(self, kind: StretchKind, known: KnownForward) -> None:
@@ -133,9 +133,9 @@ class Stretches:
         self._executor.settle()
         self.end()
         draft = None if known.expected.trace is None else self._forward(kind, known.expected).draft
-        if self._room.always_meters:
+        if self._room.always_meters or (draft is None and self._budgets.bind):
             self._room.start_meter(acts=True)
-        reserve, gradients = self._room.level_bytes, self._whole.gradient_bytes
+        reserve, gradients = self._reserve_bytes(), self._whole.gradient_bytes
         stretch = Stretch(kind, draft, reserve_bytes=reserve, gradient_bytes=gradients)
         self._current = known
         self._begin(stretch)
@@ -150,15 +150,18 @@ class Stretches:
         self._executor.settle()
         self.end()
         if expected.trace is None:
-            is_unknown = self._room.level_bytes <= self._budgets.passes.update  # nothing is known of any forward
-            unknown = self._budget_bytes(knows_workspaces=False) // _UNKNOWN_SHARE if is_unknown else 0
-            reserve = max(self._room.level_bytes, unknown)
-            return Stretch(kind, reason=expected.reason, reserve_bytes=reserve)
+            return Stretch(kind, reason=expected.reason, reserve_bytes=self._reserve_bytes())
         may_wait = kind is StretchKind.TRAINING and self._whole_chunks and expected is known
         stretch = self._forward(kind, expected, whole=may_wait and self._goes_as_expected(known))
         if expected.measure_next:
             stretch.depart(BEING_MEASURED)
         return stretch
+
+    def _reserve_bytes(self) -> int:
+        """Bytes that are left to a forward of which nothing is known: what any has taken, or a share of the budget where none is known."""
+        is_unknown = self._room.level_bytes <= self._budgets.passes.update
+        unknown = self._budget_bytes(knows_workspaces=False) // _UNKNOWN_SHARE if is_unknown else 0
+        return max(self._room.level_bytes, unknown)
 
     def _forward_with_updates(self, known: KnownForward) -> Stretch | None:
         """The stretch of a forward with the updates that are pending between its moments; None where these are better done before."""

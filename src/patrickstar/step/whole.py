@@ -83,7 +83,7 @@ class Whole:
     # the end of it
 
     def expect_room(self, beside_bytes: int | None) -> None:
-        """Lets parameters go, to be bound by use, where a forward that is about to begin takes too much beside them; None: nobody knows how much.
+        """Lets parameters go, to be bound by use, where a forward that is about to begin takes too much beside them; None: more than was foreseen.
 
         Raises:
             BudgetError: something holds their memory: a graph whose backward is still to come, a view. Nothing has changed then.
@@ -91,7 +91,7 @@ class Whole:
         room, states = self.budgets.room_bytes(), self._sizes[0]
         if beside_bytes is not None and self.budgets.hold(states, beside_bytes):
             return
-        takes = "an unknown amount" if beside_bytes is None else format_bytes(beside_bytes)
+        takes = "more than was foreseen" if beside_bytes is None else format_bytes(beside_bytes)
         why = f"beside {format_bytes(states)} of model states a forward takes {takes}, and there is room for {format_bytes(room)} in all"
         self._leave(why, needed=states + (beside_bytes or 0), room=room)
 
