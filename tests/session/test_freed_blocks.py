@@ -31,7 +31,7 @@ def returned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def planned() -> tuple[Plan, Trace, Any, int]:
+def planned() -> tuple[Plan, Trace, int]:
     """The plan and trace of a step with so much of activations, everything in memory, and what its worst moment takes."""
     known = forecast(
         WithLoss(), {"x": batch()}, device="cpu", host_memory="1TB", disk=".", disk_memory="1GB", options=options()
@@ -41,7 +41,7 @@ def planned() -> tuple[Plan, Trace, Any, int]:
     worst = max(trace.moments, key=lambda moment: moment.nonmodel_bytes)
     more = ACTIVATIONS - worst.nonmodel_bytes
     heavy = Trace(tuple(replace(m, nonmodel_bytes=m.nonmodel_bytes + more) if m is worst else m for m in trace.moments))
-    return plan, heavy, known.layout, ACTIVATIONS
+    return plan, heavy, ACTIVATIONS
 
 
 def bounded(room_bytes: int, *, binds: bool = True) -> HostRoom:
@@ -52,25 +52,25 @@ def bounded(room_bytes: int, *, binds: bool = True) -> HostRoom:
 def test_blocks_are_kept_where_the_worst_moment_leaves_what_the_allocator_may_take_beyond_it(
     returned: list[str],
 ) -> None:
-    plan, trace, layout, activations = planned()
+    plan, trace, activations = planned()
     slots = 64 * SLOT  # more than the model takes
     at_most = activations + slots + int(activations * allocator().overshoots)
-    bounded(at_most).planned(plan, trace, layout)
+    bounded(at_most).planned(plan, trace)
     assert not returned
 
 
 def test_a_plan_that_takes_that_room_has_them_returned_at_once_and_once(returned: list[str]) -> None:
-    plan, trace, layout, activations = planned()
+    plan, trace, activations = planned()
     blocks = bounded(activations + int(activations * allocator().overshoots) - 1)
-    blocks.planned(plan, trace, layout)
-    blocks.planned(plan, trace, layout)
+    blocks.planned(plan, trace)
+    blocks.planned(plan, trace)
     assert returned == ["returned"]
 
 
 def test_without_a_bound_nothing_is_asked_of_the_allocator(returned: list[str]) -> None:
-    plan, trace, layout, _ = planned()
+    plan, trace, _ = planned()
     blocks = bounded(1, binds=False)
-    blocks.planned(plan, trace, layout)
+    blocks.planned(plan, trace)
     blocks.begin(Stretch(StretchKind.TRAINING, reason="whatever"))
     assert not returned
 
