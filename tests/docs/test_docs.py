@@ -56,7 +56,8 @@ fetched ... 0 B ... MiB ... -
 offloaded ... 0 B ... MiB ... -
 model states ... MiB, ... bytes per parameter: weight ... MiB, exp_avg ... MiB, exp_avg_sq ... MiB
 steps ... 3, 3 as planned
-last step ... forward ... s, backward ... s, step ... s"""
+last step ... forward ... s, backward ... s, step ... s
+parameters ... by use: ... MiB of model states do not fit in ... MiB"""
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/troubleshooting.md"])

@@ -271,10 +271,12 @@ def pair(make_pair: MakePair) -> Iterator[Pair]:
     assert_same(pair.plain, pair.plain_optimizer, pair.session)
 
 
+@pytest.mark.whole
 def test_no_gradient_lies_in_a_chunk_and_all_count_as_model_data(pair: Pair) -> None:
     pair.train(2)
     pair.each(backward, 2)
-    assert all(ref.plane != GRAD for ref in store_of(pair.session).state.home)
+    state = store_of(pair.session).state
+    assert all(state.is_free(ref) for ref in state.home if ref.plane == GRAD)
     stats = pair.session.stats()
     assert stats.planned_steps == 2, stats.reason
     assert not sum(stats.moved.values())
@@ -282,6 +284,7 @@ def test_no_gradient_lies_in_a_chunk_and_all_count_as_model_data(pair: Pair) -> 
     pair.step()
 
 
+@pytest.mark.whole
 def test_gradients_are_the_very_tensors_that_p_grad_gives(pair: Pair) -> None:
     pair.each(backward)
     for name, gradient in pair.session.gradients():
@@ -308,6 +311,7 @@ def test_tensors_longer_than_a_chunk(make_pair: MakePair) -> None:
     assert_same(pair.plain, pair.plain_optimizer, pair.session)
 
 
+@pytest.mark.whole
 def test_close_leaves_gradients_where_they_are(make_pair: MakePair) -> None:
     pair = make_pair(device="cpu")
     pair.each(backward)

@@ -22,6 +22,7 @@ def test_statistics_print_as_a_table_with_units() -> None:
         reason="another shape",
         seconds={"forward": 0.25, "backward": 1.5},
         bytes_per_parameter=12.5,
+        binding="whole",
     )
     assert [re.split(" {2,}", line.strip()) for line in str(stats).splitlines()] == [
         ["device", "host", "disk"],
@@ -31,6 +32,7 @@ def test_statistics_print_as_a_table_with_units() -> None:
         ["model states", "3.00 MiB, 12.50 bytes per parameter: weight 2.00 MiB, grad 1.00 MiB"],
         ["steps", "3, 2 as planned, 1 not (another shape)"],
         ["last step", "forward 0.250 s, backward 1.500 s"],
+        ["parameters", "whole"],
     ]
 
 
@@ -39,7 +41,7 @@ def test_a_session_that_has_done_nothing_prints_them_too() -> None:
     with patrickstar.manage(model, adamw(model), precision="fp32") as session:
         assert "steps         0, 0 as planned" in str(session.stats())
         model(batch()).sum().backward()
-        assert str(session.stats()).endswith(" s")
+        assert re.search(r"last step .* s\nparameters    by use: ", str(session.stats()))
 
 
 def test_every_action_is_shown_by_its_text_where_a_profiler_looks_on() -> None:

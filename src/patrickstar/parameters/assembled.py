@@ -241,7 +241,7 @@ class AssembledTensors:
     # changes where it lies
 
     def __iter__(self) -> Iterator[AssembledKey]:
-        """What somebody has a tensor of."""
+        """Keys of all that somebody has a tensor of."""
         return iter(list(self._tensors))
 
     def changed(self, key: AssembledKey) -> None:

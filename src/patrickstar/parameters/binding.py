@@ -151,7 +151,7 @@ class Binding:
 
     @property
     def session_name(self) -> str:
-        """How messages call the session that this binding is part of."""
+        """The name by which messages call the session that this binding is part of."""
         return self._owner.session_name
 
     # binding and releasing

@@ -260,9 +260,7 @@ class HostRoom(Room):
         super().__init__(pilot, store, budgets)
         limit = budgets.resident_limit_bytes
         self._limits = (limit + EARLY_BYTES, limit + _SLACK_BYTES + self._room_bytes // _SLACK_SHARE)
-
         self._allocator = allocator() if self._is_bounded else None
-
         self._keeps_blocks = self._is_bounded
         self._has_told = False
         self._least_bytes = 0  # resident, since the allocator was last asked

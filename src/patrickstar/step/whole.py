@@ -42,7 +42,7 @@ class _Place:
 
 @dataclass(kw_only=True, eq=False)
 class Whole:
-    """What is done with parameters that keep their bytes: they are updated all at once, and let go of where they do not fit any more.
+    """Parameters that keep their bytes: updates them all at once, and lets them go where they do not fit any more.
 
     Attributes:
         passes: by type of device. sizes: gives the bytes of all model states, and those of gradients, which are no units and in no trace.
