@@ -24,6 +24,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 import patrickstar
+from patrickstar.session.start import set_up
 from tests.parity.managed import Limits, Outcome, train
 from tests.parity.matrix import PAIRS, WIDE, Row
 from tests.parity.zoo import STEPS

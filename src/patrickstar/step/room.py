@@ -286,8 +286,11 @@ class HostRoom(Room):
         """Makes the allocator keep no freed block from now on, for this reason. See decision 0002 for what that costs."""
         keeps, self._keeps_blocks = self._keeps_blocks, False
         if keeps and (done := return_at_once()):
-            told = "%s at once, for the whole process and for good, since %s; steps take longer by the page faults"
-            _log.info(told, done, why)
+            _log.info(
+                "%s at once, for the whole process and for good, since %s; steps take longer by the page faults",
+                done,
+                why,
+            )
 
     def within(self, actions: Sequence[Action], moment: _Moment) -> Sequence[Action]:
         """Actions with which the process stays within the bound, if there is one."""
