@@ -77,7 +77,6 @@ class Room:
         self._is_bounded = budgets.host_binds or self._compute is Tier.DEVICE
         # On the host an operation's result is there before it is counted: some room is left for that.
         self._metered_bytes = self._room_bytes - budgets.spare_bytes - budgets.fixed_bytes
-
         self.lock = threading.RLock()
         self.meter: LiveBytes | None = None
         self.level_bytes = budgets.passes.update
@@ -286,11 +285,8 @@ class HostRoom(Room):
         """Makes the allocator keep no freed block from now on, for this reason. See decision 0002 for what that costs."""
         keeps, self._keeps_blocks = self._keeps_blocks, False
         if keeps and (done := return_at_once()):
-            _log.info(
-                "%s at once, for the whole process and for good, since %s; steps take longer by the page faults",
-                done,
-                why,
-            )
+            told = "%s at once, for the whole process and for good, since %s; steps take longer by the page faults"
+            _log.info(told, done, why)
 
     def within(self, actions: Sequence[Action], moment: _Moment) -> Sequence[Action]:
         """Actions with which the process stays within the bound, if there is one."""
