@@ -135,13 +135,14 @@ def _forecast(
     layout, budgets, formats = setup.layout, setup.budgets, setup.formats
     trainable = {name for name, parameter in named.items() if parameter.requires_grad}
     tracer = setup.tracer(trainable.__contains__)
-    inputs = {name: tensor.to(budgets.trial_device) for name, tensor in batch.items()}
+    device = budgets.trial_device
+    inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
     try:
         step = with_retention(tracer.foresee(model, named, (), inputs).trace, budgets)
     except CannotTrace as problem:
         raise Error(f"the model cannot be traced without running it, so there is no forecast: {problem}") from problem
     clips = clip or memory.max_grad_norm is not None
-    late = _updated_late(step, layout) if in_backward else trainable
+    late = _with_gradients(step, layout)
     takes_norm = clips and not in_backward
     planner = setup.planner(choice)
 
@@ -150,7 +151,7 @@ def _forecast(
         return planner.update_trace(late, dict(tiers))
 
     updates = [update_of()] if late or not in_backward else []
-    traces = (step, *([planner.norm_trace(trainable)] if takes_norm else []), *updates)
+    traces = (step, *([planner.norm_trace(late)] if takes_norm else []), *updates)
     facts = {
         "parameters": sum(parameter.numel() for parameter in named.values()),
         "model_data_bytes": _model_data_bytes(layout, named, formats.now, keeps_gradients=not in_backward),
@@ -219,8 +220,8 @@ def _kept_bytes(budgets: Budgets, ran: Sequence[tuple[Simulation, Trace]], *, sl
     return max(0, min(as_it_comes, budgets.machine.budget[tier] + EARLY_BYTES) - peak)
 
 
-def _updated_late(step: Trace, layout: Layout) -> set[str]:
-    """The parameters whose gradients wait until the backward ends. See Note [Updates in backward]."""
+def _with_gradients(step: Trace, layout: Layout) -> set[str]:
+    """The parameters whose gradients wait: for the step or, where they are used as they arrive, for the end of the backward."""
     return {
         layout.owner(moment.label)
         for moment in step.moments
