@@ -14,7 +14,7 @@ EDGE = f"{FILE}::test_the_smallest_budget_at_which_they_keep_their_bytes_holds_a
 
 WHOLE: tuple[Mutant, ...] = (
     Fault("a-slot-moves-under-an-ordinary-parameter", "memory.leases:Leases.take_part").by(
-        drop("_note_storage"), f"{FILE}::test_a_part_of_a_unit_is_found_where_it_lies"
+        drop("_note"), f"{FILE}::test_a_part_of_a_unit_is_found_where_it_lies"
     ),
     Fault("whole-is-chosen-one-slot-too-early", "step.budgets:Budgets.hold").by(
         replace("state_bytes + beside_bytes + self.spare_bytes", "_ - 8192"), EDGE
@@ -22,7 +22,7 @@ WHOLE: tuple[Mutant, ...] = (
     Fault("the-spare-room-is-taken-by-model-states", "session.start:Setup.state_bytes").by(
         without("self.gradient_bytes"), EDGE
     ),
-    Fault("a-new-shape-is-not-asked-about", "step.stretches:Stretches._stays_whole").by(drop("expect_room"), LEAVES),
+    Fault("a-new-shape-is-not-asked-about", "step.whole:Whole.stays").by(always("hold"), LEAVES),
     Fault("parameters-are-let-go-that-a-graph-holds", "step.whole:Whole._leave").by(
         never("held", nth=2), f"{HELD}[a graph]"
     ),
@@ -40,8 +40,10 @@ WHOLE: tuple[Mutant, ...] = (
         drop("stepped"),
         f"{FILE}::test_a_step_that_changes_a_weight_between_forward_and_backward_is_an_error_of_torchs",
     ),
-    Fault("memory-given-by-hand-is-not-noticed", "parameters.binding:Binding.take_back").by(drop("_take_value"), GIVEN),
-    Fault("memory-of-another-shape-is-taken-over", "parameters.binding:Binding._take_value").by(
+    Fault("memory-given-by-hand-is-not-noticed", "parameters.whole_parameters:WholeParameters.take_back").by(
+        drop("_take_value"), GIVEN
+    ),
+    Fault("memory-of-another-shape-is-taken-over", "parameters.whole_parameters:WholeParameters._take_value").by(
         never("value.shape"), GIVEN
     ),
     Fault("what-is-given-by-hand-is-not-looked-for-on-reading", "session.parts:Parts.begin_access").by(
@@ -50,16 +52,16 @@ WHOLE: tuple[Mutant, ...] = (
     Fault(
         "what-is-given-by-hand-is-not-looked-for-at-a-step", "session.optimizer_target:OptimizerTarget.step_groups"
     ).by(drop("take_back"), f"{FILE}::test_a_step_updates_the_values_that_were_given_by_hand"),
-    Fault("a-parameter-that-is-frozen-no-more-has-no-planes", "parameters.binding:Binding.take_back").by(
-        drop("thawed"), f"{FILE}::test_a_parameter_that_is_trained_later_gets_its_averages"
-    ),
-    Fault("a-forked-child-has-no-weights", "memory.store:ChunkStore.part").by(
+    Fault(
+        "a-parameter-that-is-frozen-no-more-has-no-planes", "parameters.whole_parameters:WholeParameters.take_back"
+    ).by(drop("thawed"), f"{FILE}::test_a_parameter_that_is_trained_later_gets_its_averages"),
+    Fault("a-forked-child-has-no-weights", "memory.unit_bytes:UnitBytes.part").by(
         drop("inherit"), f"{FILE}::test_a_forked_child_has_the_weights_of_the_time_of_the_fork"
     ),
     Fault("a-part-is-taken-for-the-start-of-its-unit", "memory.leases:Leases.take_part").by(
-        assign("_starts", "0"), f"{FILE}::test_a_part_of_a_unit_is_found_where_it_lies"
+        assign("start_bytes", "0"), f"{FILE}::test_a_part_of_a_unit_is_found_where_it_lies"
     ),
-    Fault("a-managed-model-is-managed-again", "parameters.binding:manager_of").by(
+    Fault("a-managed-model-is-managed-again", "parameters.whole_parameters:manager_of").by(
         returns("None", nth=2), f"{FILE}::test_a_second_session_over_the_model_or_a_part_of_it_is_refused"
     ),
     Fault("gradients-from-before-go-where-no-step-looks", "parameters.binding:Binding.__init__").by(

@@ -51,7 +51,7 @@ class ToyOwner(Owner):
         self.homes = {PlaneRef(run.head, "weight"): torch.zeros(self.slot_numel) for run in self.layout.runs}
         for bound in self.binding:
             bound.over(self.homes[bound.ref]).copy_(bound.parameter.data)
-        self.binding.bind()
+        self.binding.let_go()
 
     def slot(self, index: int) -> Tensor:
         return torch.frombuffer(

@@ -114,16 +114,10 @@ class Leases:
         """A 1-D tensor over some elements of the unit's slot, with a storage of its own. Leases the unit as `take` does."""
         with torch.inference_mode(False):
             tensor = self._wrap_part(ref, part)
-        self._note_storage(ref, tensor)
-        self._starts[tensor.untyped_storage()._cdata] = tensor.element_size() * part.start
+        self._note(ref, tensor, start_bytes=tensor.element_size() * part.start)
         return tensor
 
-    def _note(self, ref: Key, tensor: torch.Tensor) -> torch.Tensor:
-        self._note_storage(ref, tensor)
-        self._tensor[ref] = weakref.ref(tensor)
-        return tensor
-
-    def _note_storage(self, ref: Key, tensor: torch.Tensor) -> None:
+    def _note(self, ref: Key, tensor: torch.Tensor, start_bytes: int | None = None) -> torch.Tensor:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._unit_of:  # the address of a storage that died, whose death has not been settled yet
@@ -133,6 +127,11 @@ class Leases:
         self._count[ref] = self._count.get(ref, 0) + 1
         if isinstance(ref, PlaneRef):
             self._held.add(ref)
+        if start_bytes is None:
+            self._tensor[ref] = weakref.ref(tensor)
+        else:
+            self._starts[key] = start_bytes
+        return tensor
 
     def _living_copy(self, ref: CopyKey) -> torch.Tensor | None:
         """The copy that something still has a view of: there is never a second one."""

@@ -62,7 +62,7 @@ class ChunkStore:
         self._process = os.getpid()
 
         self.passing: set[PlaneRef] = set()
-        self.leases = Leases(self.tensor, self.part)
+        self.leases = Leases(self.tensor, units.part)
         self.ledger = units.ledger
         self.keep_log = False
         self.log: list[Action] = []
@@ -85,12 +85,6 @@ class ChunkStore:
         if wrap is None or os.getpid() != self._process:
             wrap = self._wrap[ref] = self._wrapping(ref, self._compute)
         return wrap()
-
-    def part(self, ref: PlaneRef, part: slice) -> Tensor:
-        """Elements of a unit on the compute tier, over a fresh storage of their own. Whoever has that may be forked, as with ordinary tensors."""
-        self.tensor(ref)
-        self.units.inherit(ref)
-        return self.units.wrapping(ref, self._compute, part)()
 
     def operand(self, ref: PlaneRef, tier: Tier) -> Tensor:
         """A tensor as `tensor` gives it, for the work of an update that is about to be issued: its bytes may still change until that begins."""

@@ -75,12 +75,6 @@ class UnitBytes:
         if self.state.has_slots_to_take(ref, tier):
             self.ledger.remove(tier, slots * arena.slot_bytes)
 
-    def inherit(self, ref: PlaneRef) -> None:
-        """Has forked children inherit a unit's slots on the compute tier, until it gives them back."""
-        if ref not in self._inherited:
-            self._inherited.add(ref)
-            self.arenas[self._compute].inherit(self._at[self._compute][ref], self.state.slots[ref], inherited=True)
-
     def fences(self, ref: PlaneRef, tier: Tier, slots: int) -> list[Ticket]:
         """Tickets of what is still under way on a unit's slots, from before they were taken."""
         return self.arenas[tier].fences(self._at[tier][ref], slots)
@@ -135,6 +129,13 @@ class UnitBytes:
         if first is None:
             raise InvariantError(1, f"{ref} is used on the {tier.label}, without slots")
         return self.arenas[tier].wrapping(first, self.state.slots[ref], self.dtype(ref), part=part)
+
+    def part(self, ref: PlaneRef, part: slice) -> Tensor:
+        """Elements of a unit on the compute tier, over a fresh storage of their own. Forked children inherit them, until the slots are given back."""
+        if ref not in self._inherited:
+            self._inherited.add(ref)
+            self.arenas[self._compute].inherit(self._at[self._compute][ref], self.state.slots[ref], inherited=True)
+        return self.wrapping(ref, self._compute, part)()
 
     def moving(self, issue: Issue) -> Task:
         """The work of a copy or a creation."""

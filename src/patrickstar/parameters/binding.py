@@ -19,7 +19,6 @@ Note [Whole]
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -34,7 +33,7 @@ from patrickstar.core.planes import GradientUse
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey, Leases
 from patrickstar.parameters.assembled import AssembledRecord, AssembledTensors, no_memory
-from patrickstar.parameters.attributes import Attributes, DetachedAliases, not_its_own
+from patrickstar.parameters.attributes import Attributes, DetachedAliases
 from patrickstar.parameters.bound import BoundParameter, make_records, names_by_id
 from patrickstar.parameters.changes import NOT_COUNTED, Changes, WatchedUse
 from patrickstar.parameters.differentiate import differentiate
@@ -55,18 +54,11 @@ from patrickstar.parameters.saved import SavedTensors
 from patrickstar.parameters.tiles import TILED, tile_by_tile
 from patrickstar.parameters.transforms import expect_no_transform
 from patrickstar.parameters.weight_access import WeightAccess
+from patrickstar.parameters.whole_parameters import WholeParameters
 from patrickstar.plan.touches import UseCounts
 from patrickstar.torch_private import Plain, transform_level
 
-__all__ = ["Binding", "manager_of"]
-
-
-def manager_of(parameter: Tensor) -> Binding | None:
-    """The binding of a managed parameter; None where nobody manages it."""
-    if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
-        return getattr(type(parameter), "managed_by", None)
-    storage: Any = parameter.untyped_storage()
-    return storage.managed_by() if hasattr(storage, "managed_by") else None
+__all__ = ["Binding"]
 
 
 class Found(NamedTuple):
@@ -85,7 +77,7 @@ class Found(NamedTuple):
 
 
 class Binding:
-    """Binds parameters to slots from `bind` to `release`.
+    """Binds parameters to slots from `let_go` to `release`, or has them keep their bytes from `hold` on.
 
     Args:
         named: the parameters by name, each once, in layout order.
@@ -98,7 +90,7 @@ class Binding:
         by_name: records of the parameters. records: records of parameters and tiles. names: of the parameters, by `id()`.
         access: gives parameters their bytes.
         gradients: what `.grad` of a parameter is. assembled: what stands for gradients and for the optimizer's state in chunks.
-        changes: what uses change in place.
+        changes: what uses change in place. whole: the parameters, while they keep their bytes, as `is_whole` says. owner: as given.
         device: where parameters are used, as given.
     """
 
@@ -117,7 +109,7 @@ class Binding:
         whole: bool = False,
         rewriting: Rewriting | None = None,
     ) -> None:
-        self._owner = owner
+        self.owner = owner
         self.is_whole = whole
         self.device = device
         self.leases = leases
@@ -128,8 +120,6 @@ class Binding:
         self._bound = {} if whole else by_id.copy()
         self._in_tiles = {key: bound for key, bound in self._bound.items() if bound.tiles}
         self._effects: dict[Callable[..., Any], Effects] = {}
-        self._addresses: list[tuple[BoundParameter, int]] = []  # of parameters that keep their bytes
-        self._trained: set[str] = set()  # of these
 
         # Fake tensors are a class of their own, and what stands for them must be a subclass of it.
         base = next((FakeTensor for parameter in named.values() if isinstance(parameter, FakeTensor)), Tensor)
@@ -139,6 +129,7 @@ class Binding:
         self.assembled = AssembledTensors(self.access, self._assembled_class, device=device)
         self.changes = Changes(self.access, self.assembled, self._owners_of, rewriting)
         self.gradients = GradientAccess(self.access, self.assembled, gradients, by_id)
+        self.whole = WholeParameters(list(self), owner, leases, self.gradients, device)
         if whole:
             self.gradients.stay_put()
         self._saved = SavedTensors(
@@ -149,24 +140,12 @@ class Binding:
         self._detached = DetachedAliases(self._detached_class)
         self._attributes = Attributes(self._bound, self.access, self.gradients, self._detached)
 
-    @property
-    def session_name(self) -> str:
-        """The name by which messages call the session that this binding is part of."""
-        return self._owner.session_name
-
     # binding and releasing
-
-    def bind(self) -> None:
-        """Turns every parameter into a managed one. The old data is let go."""
-        if self.is_whole:
-            self.hold()
-        else:
-            self.let_go()
 
     def let_go(self) -> None:
         """Turns parameters into placeholders, which are bound by use from now on. Gradients that they have stay the user's own."""
         self.is_whole = False
-        self._addresses.clear()
+        self.whole.forget()
         with Plain():
             for bound in self.records.values():
                 self._bound[id(bound.parameter)] = bound
@@ -182,51 +161,7 @@ class Binding:
         with Plain():
             for bound in self:
                 bound.parameter.__class__ = nn.Parameter
-                self._hold(bound)
-            self._addresses = [(bound, bound.tensor().data_ptr()) for bound in self]
-            self._trained = {bound.name for bound in self if bound.tensor().requires_grad}
-            self.gradients.stay_put()
-            # One tells of a backward: gradients stay where they are.
-            self.gradients.watch(next((bound for bound in self if bound.parameter.requires_grad), next(iter(self))))
-
-    def _hold(self, bound: BoundParameter) -> None:
-        """Gives a parameter the bytes of its slot for good. See Note [Whole]."""
-        parameter, place = bound.parameter, bound.shape_only
-        if not place.numel():
-            return
-        self._owner.use(bound.name, bound.touches)
-        part = self.leases.take_part(bound.ref, slice(bound.offset, bound.offset + bound.shape_only.numel()))
-        storage: Any = part.untyped_storage()  # which the parameter has for good, and with it leads to its binding
-        storage.managed_by = weakref.ref(self)
-        gradient, parameter.grad = parameter.grad, None
-        parameter.data = torch.as_strided(part, place.shape, place.stride())
-        parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
-
-    def take_back(self) -> None:
-        """Takes over what was done by hand to parameters that keep their bytes: other memory (`p.data = value`), an end of being frozen.
-
-        Raises:
-            StateError: the memory is of another shape, type or device. BudgetError: there is no room for training what was frozen.
-        """
-        with Plain():
-            for bound, address in self._addresses:
-                parameter = bound.tensor()
-                if parameter.data_ptr() != address:
-                    self._take_value(bound)
-                if parameter.requires_grad and bound.name not in self._trained:
-                    self._owner.thawed(bound.name)
-                    self._trained.add(bound.name)
-                    self.gradients.watch(bound)
-
-    def _take_value(self, bound: BoundParameter) -> None:
-        value, place = bound.parameter.data, bound.shape_only
-        device = self.device or torch.device("cpu")
-        if (value.shape, value.dtype, value.device) != (place.shape, place.dtype, device):
-            what = f"{bound.name}.data was assigned a tensor {tuple(value.shape)} of {value.dtype} on {value.device}"
-            raise StateError(not_its_own(bound, what))
-        self._hold(bound)
-        with torch.no_grad():
-            bound.parameter.data.copy_(value)
+            self.whole.take()
 
     def release(self, data_of: Callable[[BoundParameter], Tensor | None]) -> None:
         """Turns every parameter into an ordinary one again, with the data given; where that is None, the parameter stays a stand-in."""
@@ -237,7 +172,7 @@ class Binding:
                 if data is not None:
                     bound.parameter.data = data
             self.gradients.release()
-            self._addresses.clear()
+            self.whole.forget()
             self._detached.release(self.by_name)
             self.assembled.release()
 
@@ -399,7 +334,7 @@ class Binding:
         effects: Effects,
     ) -> Any:
         if found.aliases:
-            self._owner.carry_out_pending()
+            self.owner.carry_out_pending()
         self.access.enter(found.parameters)
         try:
             tensors = [bound.tensor() for bound in found.parameters] + found.aliases
@@ -414,7 +349,7 @@ class Binding:
                     for key in self.access.keys_of(found.aliases):
                         if isinstance(key, AssembledKey):
                             raise no_memory(func.__name__, key)
-                        self._owner.escaped(key)
+                        self.owner.escaped(key)
                 return self.access.dress(result)
             finally:
                 if watched is not None:

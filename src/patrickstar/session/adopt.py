@@ -62,7 +62,7 @@ def take_over(parts: Parts, source: Loading | None, optimizer: torch.optim.Optim
         raise
     if optimizer is not None:
         optimizer.state.clear()
-    binding.bind()
+    binding.hold() if binding.is_whole else binding.let_go()
     own.clear()
     release_free_memory()
 

@@ -105,7 +105,7 @@ def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, s
         undo.callback(root.remove)
         whole_calls = WholeCalls(model, binding)
         undo.callback(lambda: whole_calls.watched.remove())  # noqa: PLW0108  (there may be others by then)
-        if parts.whole.holds:
+        if not parts.whole.why:
             parts.whole.left = whole_calls.watch
         else:
             whole_calls.watch()

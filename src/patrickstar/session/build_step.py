@@ -16,6 +16,7 @@ from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.user_optimizer import read_groups
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.escapes import EscapedMemory
+from patrickstar.parameters.registered import Registered
 from patrickstar.plan.pilot import Pilot
 from patrickstar.plan.planner import Planner
 from patrickstar.plan.touches import Touches
@@ -70,7 +71,7 @@ def build_step(
         return any(named[name] is parameter for group in groups() for parameter in group["params"])
 
     touches = setup.touches(in_a_group)
-    events = Events(model=model, named=named, touches=touches, compute=precision.compute)
+    events = Events(registered=Registered(model), named=named, touches=touches, compute=precision.compute)
     pilot = Pilot(
         store.state,
         budget_bytes=lambda: machine.budget[machine.compute] - binding.taken_bytes(),
@@ -164,8 +165,8 @@ def build_step(
         assembling=Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=steps),
         is_managed=binding.is_managed,
         are_managed=binding.are_managed,
-        take_back=binding.take_back,
-        is_whole=lambda: whole.holds,
+        take_back=lambda: binding.whole.take_back() if binding.is_whole else None,
+        is_whole=lambda: not whole.why,
     )
     return Parts(
         model=model,

@@ -11,7 +11,7 @@ from torch import nn
 from patrickstar.deferred.deferred_init import deferred_by, is_building
 from patrickstar.deferred.operations import is_dense
 from patrickstar.errors import ConfigError, LayoutError, StateError
-from patrickstar.parameters.binding import manager_of
+from patrickstar.parameters.whole_parameters import manager_of
 
 __all__ = ["check_model"]
 

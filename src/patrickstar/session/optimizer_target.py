@@ -41,7 +41,7 @@ class OptimizerTarget:
         events = self.parts.events
         events.forget_abandoned_backward()
         events.check_watch()
-        events.take_back()
+        events.to.take_back()
         self._training().step()
         if events.to.escaped.watched:  # what is written to that memory from now on comes after this update
             self.parts.executor.settle()

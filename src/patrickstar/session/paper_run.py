@@ -102,10 +102,11 @@ class PaperRun:
         layout, pilot = self.planner.layout, self._pilot()
         for name in layout.slices:
             self._use(pilot, name, [Touch(ref) for ref in layout.weight_units(name)])
-        start, peak = self.state, self.peak.copy()
+        start, tier = self.state, self.state.compute.label
+        peak = self.peak[tier]
         draft = self._plan(StretchKind.TRAINING, self.forward)
         self._carry_out(draft, step)
-        self.state, self.peak = start, peak  # whose gradients are in slots
+        self.state, self.peak[tier] = start, peak  # whose gradients are in slots
         self._note_peak(draft.trace.peak + gradient_bytes)
         for name in self.trained:
             for part in layout.parts(name):

@@ -59,7 +59,7 @@ class Parts:
         self.events.forget_abandoned_backward()
         self.executor.settle()
         self.events.check_watch()
-        self.events.take_back()
+        self.events.to.take_back()
         self.stretches.pause()
 
     def weight_pieces(self, name: str) -> Iterator[Tensor]:

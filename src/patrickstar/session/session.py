@@ -225,7 +225,7 @@ class Session:
         if self._closed:
             return
         self._parts.events.check_watch()
-        self._parts.events.take_back()
+        self._parts.events.to.take_back()
         if self._closing is None:
             self._closing = Closing(
                 self._parts,

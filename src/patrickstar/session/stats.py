@@ -96,6 +96,6 @@ def gather_stats(parts: Parts) -> Stats:
         reactive_steps=counts.reactive,
         reason=counts.reason,
         seconds={**parts.events.seconds, "step": training.updates.seconds if training is not None else 0.0},
-        binding="whole" if parts.whole.holds else f"by use: {parts.whole.why}",
+        binding=f"by use: {parts.whole.why}" if parts.whole.why else "whole",
         bytes_per_parameter=sum(model_data.values()) / max(1, parts.layout.model_numel),
     )

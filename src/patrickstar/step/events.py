@@ -57,10 +57,10 @@ class Events:
     Made before the binding, which needs its owner, and given `to` afterwards: what needs the binding.
 
     Attributes:
-        compute: the type that inputs are cast to. seconds: durations of the last forward and backward.
+        registered: the model, and what it has. compute: the type that inputs are cast to. seconds: durations of the last forward and backward.
     """
 
-    model: nn.Module
+    registered: Registered
     named: Mapping[str, nn.Parameter]
     touches: Touches
     compute: torch.dtype = torch.float32
@@ -68,16 +68,13 @@ class Events:
     to: Neighbours = field(init=False)
     seconds: dict[str, float] = field(default_factory=lambda: {"forward": 0.0, "backward": 0.0})
     session_name: str = "a session"
+    _process: int = field(default_factory=os.getpid)
     _depth: int = 0
     _caller: FrameType | None = None
     _handled: BaseException | None = None
     _in_backward: bool = False
     _began_s: float = 0.0
     _backward_began_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._registered = Registered(self.model)
-        self._process = os.getpid()
 
     # the binding's owner
 
@@ -185,10 +182,6 @@ class Events:
         if self.to.training is not None:
             self.to.training.drop_gradient(name)
 
-    def take_back(self) -> None:
-        """Takes over what was given by hand to parameters that keep their bytes."""
-        self.to.take_back()
-
     # memory that was handed out
 
     def check_watch(self) -> None:
@@ -219,15 +212,15 @@ class Events:
         if self._depth:
             self._depth += 1
             return args, kwargs
-        if not self._registered.are_there() or not self.to.are_managed():
-            expect_own_parameters(self.model, self.named, self.to.is_managed)
-            self._registered = Registered(self.model)  # modules without parameters have come, or gone
+        if not self.registered.are_there() or not self.to.are_managed():
+            expect_own_parameters(self.registered.model, self.named, self.to.is_managed)
+            self.registered = Registered(self.registered.model)  # modules without parameters have come, or gone
         if self.to.training is not None:
             self.to.training.begin_forward()
         self.check_watch()
         self.to.take_back()
         with self.to.executor.lock:
-            self.to.stretches.begin_forward(self._registered, self.named, args, kwargs)
+            self.to.stretches.begin_forward(self.registered, self.named, args, kwargs)
         self.touches.begin_forward()
         self._depth, self._caller = 1, sys._getframe(1)
         self._in_backward = False

@@ -126,10 +126,6 @@ class Room:
         """True where what lies beside chunks is known by more than a trace."""
         return self.meter is not None
 
-    def is_exceeded_by(self, growth_bytes: int) -> bool:  # noqa: ARG002
-        """Tells whether the process would be too large once it has grown by so much, with nothing given back."""
-        return False
-
     def open(self, actions: Sequence[Action], pending: PendingStep | None) -> None:
         """Has done what may be done as soon as a stretch has begun."""
         if self.meter is None:
@@ -277,7 +273,9 @@ class HostRoom(Room):
             self._return_at_once(f"the {stretch.kind} runs unplanned")
 
     def end(self, stretch: Stretch, known: KnownForward | None, *, budget_bytes: int) -> None:  # noqa: ARG002
-        """Has freed blocks returned after a stretch that was not foreseen."""
+        """Has freed blocks returned after a stretch that was not foreseen. One of whose parameters nobody tells takes the budget next time."""
+        if known is not None and stretch.gradient_bytes is not None and self._is_bounded and self.is_exceeded_by(0):
+            known.expected.excess_bytes = self._room_bytes
         if stretch.reason:
             self._return_at_once(f"the {stretch.kind} was not as planned")
 
@@ -316,7 +314,8 @@ class HostRoom(Room):
         return self._making_bytes + moment.nonmodel_bytes - moment.live_bytes
 
     def is_exceeded_by(self, growth_bytes: int) -> bool:
-        return self._is_bounded and resident_bytes() + growth_bytes > self._limits[1]
+        """Tells whether the process would be too large once it has grown by so much, with nothing given back."""
+        return resident_bytes() + growth_bytes > self._limits[1]
 
     def excess_bytes(self, growth_bytes: int) -> int:
         """Bytes that will be resident beyond what may be once the process has grown by so much, with what the allocator keeps given back."""

@@ -101,7 +101,7 @@ class Stretches:
         recorded = torch.is_grad_enabled()
         self._forwards += recorded
         kind = StretchKind.TRAINING if recorded else StretchKind.EVALUATION
-        if self._stays_whole(expected):
+        if self._whole.stays(expected, self._reserve_bytes):
             self._begin_unseen(kind, known)
             return
         stretch = (self._forward_with_updates(known) if recorded else None) or self._forward_alone(kind, known)
@@ -117,16 +117,6 @@ class Stretches:
         self._executor.open()
         if recorded:
             self.training = stretch
-
-    def _stays_whole(self, expected: KnownForward) -> bool:
-        """Tells whether parameters keep their bytes in a forward; from the first on that leaves no room for that they do not."""
-        if self._whole.holds and self._budgets.bind:
-            beside = self._reserve_bytes()
-            if expected.trace is not None:
-                excess = expected.excess_beyond(self._budgets.machine.costs.set_aside_bytes)
-                beside = expected.trace.peak + excess
-            self._whole.expect_room(None if self._room.is_exceeded_by(0) else beside)
-        return self._whole.holds
 
     def _begin_unseen(self, kind: StretchKind, known: KnownForward) -> None:
         """Begins the stretch of a forward whose parameters are ordinary: nothing has to move for it, and nobody tells of their uses."""
@@ -160,7 +150,7 @@ class Stretches:
     def _reserve_bytes(self) -> int:
         """Bytes that are left to a forward of which nothing is known: what any has taken, or a share of the budget where none is known."""
         is_unknown = self._room.level_bytes <= self._budgets.passes.update
-        unknown = self._budget_bytes(knows_workspaces=False) // _UNKNOWN_SHARE if is_unknown else 0
+        unknown = (self._budgets.room_bytes() - self._taken_bytes()) // _UNKNOWN_SHARE if is_unknown else 0
         return max(self._room.level_bytes, unknown)
 
     def _forward_with_updates(self, known: KnownForward) -> Stretch | None:
@@ -293,7 +283,8 @@ class Stretches:
                 known.learn(stretch, None)
         self._room.stop_meter()
         if stretch.kind is not StretchKind.OUTSIDE:
-            self._room.end(stretch, known, budget_bytes=self._budget_bytes(knows_workspaces=True))
+            budget_bytes = self._budgets.room_bytes(knows_workspaces=True) - self._taken_bytes()
+            self._room.end(stretch, known, budget_bytes=budget_bytes)
             self.counts = self.counts.ended(stretch, "" if known is None else known.explain(stretch))
         self._executor.pilot.begin(Stretch(StretchKind.OUTSIDE))
         self._late_planes.close()
@@ -325,8 +316,3 @@ class Stretches:
         self.end()
         self._forwards, self._forwards_a_step = 0, self._forwards
         self.counts = self.counts.step_ended()
-
-    # budgets
-
-    def _budget_bytes(self, *, knows_workspaces: bool) -> int:
-        return self._budgets.room_bytes(knows_workspaces=knows_workspaces) - self._taken_bytes()

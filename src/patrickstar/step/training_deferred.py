@@ -163,7 +163,7 @@ class DeferredTraining(Training):
         if self.max_grad_norm is not None:
             self.clip(self.max_grad_norm)
         hypers = self.hypers()
-        if self.whole.holds:
+        if not self.whole.why:
             self._step_whole(hypers)
             return
         own = {name for name, _ in self.binding.gradients.owned()}

@@ -20,6 +20,7 @@ from patrickstar.optim.passes import Passes, update_all
 from patrickstar.parameters.binding import Binding
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.executor import Executor
+from patrickstar.step.known_forwards import KnownForward
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.units import format_bytes
 
@@ -62,11 +63,6 @@ class Whole:
     left: Callable[[], None] = lambda: None
     _places: dict[str, list[_Place]] = field(default_factory=dict)
 
-    @property
-    def holds(self) -> bool:
-        """True while parameters keep their bytes."""
-        return not self.why
-
     @cached_property
     def _sizes(self) -> tuple[int, int]:
         return self.sizes()
@@ -82,18 +78,25 @@ class Whole:
 
     # the end of it
 
-    def expect_room(self, beside_bytes: int | None) -> None:
-        """Lets parameters go, to be bound by use, where a forward that is about to begin takes too much beside them; None: more than was foreseen.
+    def stays(self, expected: KnownForward, reserve_bytes: Callable[[], int]) -> bool:
+        """Tells whether parameters keep their bytes in a forward that is about to begin. Where it takes too much beside them they are let go.
 
+        Args:
+            reserve_bytes: gives what is left to a forward of which nothing is known.
         Raises:
             BudgetError: something holds their memory: a graph whose backward is still to come, a view. Nothing has changed then.
         """
-        room, states = self.budgets.room_bytes(), self._sizes[0]
-        if beside_bytes is not None and self.budgets.hold(states, beside_bytes):
-            return
-        takes = "more than was foreseen" if beside_bytes is None else format_bytes(beside_bytes)
-        why = f"beside {format_bytes(states)} of model states a forward takes {takes}, and there is room for {format_bytes(room)} in all"
-        self._leave(why, needed=states + (beside_bytes or 0), room=room)
+        if self.why or not self.budgets.bind:
+            return not self.why
+        beside, states, room = reserve_bytes(), self._sizes[0], self.budgets.room_bytes()
+        if expected.trace is not None:
+            beside = expected.trace.peak + expected.excess_beyond(self.budgets.machine.costs.set_aside_bytes)
+        if self.budgets.hold(states, beside):
+            return True
+        takes = f"beside {format_bytes(states)} of model states a forward takes {format_bytes(beside)}"
+        why = f"{takes}, and there is room for {format_bytes(room)}"
+        self._leave(why, needed=states + beside, room=room)
+        return False
 
     def _leave(self, why: str, *, needed: int, room: int) -> None:
         store, weights = self.executor.store, [ref for ref in self.executor.store.state.home if ref.plane == WEIGHT]

@@ -273,7 +273,7 @@ class OfflineTracer:
                     gradients=self.gradients,
                     rewriting=owner,
                 )
-                owner.binding.bind()
+                owner.binding.let_go()
                 inputs, keywords = fakes.of((args, dict(kwargs)))
                 stack.enter_context(HooklessTensors())
                 stack.enter_context(values)

@@ -1,0 +1,105 @@
+"""Parameters that keep their bytes: ordinary ones over slots of their own, and what is noticed of them. See Note [Whole] in `binding.py`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from patrickstar.errors import StateError
+from patrickstar.memory.leases import Leases
+from patrickstar.parameters.attributes import not_its_own
+from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.gradient_access import GradientAccess
+from patrickstar.parameters.owner import Owner
+from patrickstar.torch_private import Plain
+
+__all__ = ["WholeParameters", "manager_of"]
+
+
+def manager_of(parameter: Tensor) -> Owner | None:
+    """The owner of a parameter's bytes; None where nobody manages it."""
+    if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+        binding: Any = getattr(type(parameter), "managed_by", None)
+        return None if binding is None else binding.owner
+    storage: Any = parameter.untyped_storage()
+    return storage.managed_by() if hasattr(storage, "managed_by") else None
+
+
+class WholeParameters:
+    """The parameters of a binding, while they keep their bytes.
+
+    Args:
+        records: of all of them. owner: brings the bytes. leases: of the slots. gradients: what `.grad` is. device: where the parameters are.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[BoundParameter],
+        owner: Owner,
+        leases: Leases,
+        gradients: GradientAccess,
+        device: torch.device | None,
+    ) -> None:
+        self._records = records
+        self._owner = owner
+        self._leases = leases
+        self._gradients = gradients
+        self._device = device or torch.device("cpu")
+        self._addresses: list[tuple[BoundParameter, int]] = []
+        self._trained: set[str] = set()
+
+    def take(self) -> None:
+        """Gives parameters, which are of the ordinary class, their bytes for good. Their gradients stay where autograd makes them."""
+        for bound in self._records:
+            self._hold(bound)
+        self._addresses = [(bound, bound.tensor().data_ptr()) for bound in self._records]
+        trained = [bound for bound in self._records if bound.tensor().requires_grad]
+        self._trained = {bound.name for bound in trained}
+        self._gradients.stay_put()
+        for bound in trained[:1]:  # one tells of a backward
+            self._gradients.watch(bound)
+
+    def _hold(self, bound: BoundParameter) -> None:
+        parameter, place = bound.parameter, bound.shape_only
+        if not place.numel():
+            return
+        self._owner.use(bound.name, bound.touches)
+        part = self._leases.take_part(bound.ref, slice(bound.offset, bound.offset + place.numel()))
+        storage: Any = part.untyped_storage()  # which the parameter has for good, and with it leads to its owner
+        storage.managed_by = weakref.ref(self._owner)
+        gradient, parameter.grad = parameter.grad, None
+        parameter.data = torch.as_strided(part, place.shape, place.stride())
+        parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
+
+    def take_back(self) -> None:
+        """Takes over what was done by hand: other memory (`p.data = value`), whose values are copied, an end of being frozen.
+
+        Raises:
+            StateError: the memory is of another shape, type or device. BudgetError: there is no room for training what was frozen.
+        """
+        with Plain():
+            for bound, address in self._addresses:
+                parameter = bound.tensor()
+                if parameter.data_ptr() != address:
+                    self._take_value(bound)
+                if parameter.requires_grad and bound.name not in self._trained:
+                    self._owner.thawed(bound.name)
+                    self._trained.add(bound.name)
+                    self._gradients.watch(bound)
+
+    def _take_value(self, bound: BoundParameter) -> None:
+        value, place = bound.parameter.data, bound.shape_only
+        if (value.shape, value.dtype, value.device) != (place.shape, place.dtype, self._device):
+            what = f"{bound.name}.data was assigned a tensor {tuple(value.shape)} of {value.dtype} on {value.device}"
+            raise StateError(not_its_own(bound, what))
+        self._hold(bound)
+        with torch.no_grad():
+            bound.parameter.data.copy_(value)
+
+    def forget(self) -> None:
+        """Notices nothing any more: parameters are bound by use from now on, or nobody's."""
+        self._addresses.clear()
