@@ -132,8 +132,11 @@ def test_no_bit_depends_on_where_model_data_lives(row: Row, tmp_path: Path) -> N
     assert_parity(row, tmp_path, plans_too=row not in FEW)
 
 
+WHOLE = where_everything_fits((*PAIRS, *WIDE))
+
+
 @pytest.mark.whole
-@pytest.mark.parametrize("row", at_once(where_everything_fits((*PAIRS, *WIDE))), ids=str)
+@pytest.mark.parametrize("row", at_once(WHOLE, cover(WHOLE, every(("checkpointing",), ("tier",)))), ids=str)
 def test_parameters_that_keep_their_bytes_have_the_same_bits(row: Row, tmp_path: Path) -> None:
     outcome, _, _ = run(row, tmp_path)
     assert outcome.stats.binding == "whole"

@@ -262,9 +262,11 @@ def hooks(note: Callable[..., None]) -> dict[str, Callable[[nn.Module], Any]]:
         "backward": lambda m: m.register_full_backward_hook(note),
         "backward, doubling": lambda m: m.register_full_backward_hook(lambda *given: doubling(*given[:2])),
         "before backward": lambda m: m.register_full_backward_pre_hook(note),
-        "of a weight": lambda m: next(m.parameters()).register_hook(note),
-        "of a weight, doubling": lambda m: next(m.parameters()).register_hook(doubling),
-        "once it is there": lambda m: next(m.parameters()).register_post_accumulate_grad_hook(lambda p: note(p.grad)),
+        "of a weight": lambda m: [p.register_hook(note) for p in list(m.parameters())[:1]],
+        "of a weight, doubling": lambda m: [p.register_hook(doubling) for p in list(m.parameters())[:1]],
+        "once it is there": lambda m: [
+            p.register_post_accumulate_grad_hook(lambda p: note(p.grad)) for p in list(m.parameters())[:1]
+        ],
         "of a result": lambda m: m.register_forward_hook(
             lambda *given: given[-1].register_hook(doubling) and None if given[-1].requires_grad else None
         ),

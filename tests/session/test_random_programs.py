@@ -12,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -148,19 +148,21 @@ def expect_same(where: str, want: list[Any], got: list[Any]) -> None:
             assert ours == theirs, f"{where}, value {number}: want {ours}, got {theirs}"
 
 
-def run(examples: int) -> None:
+def run(examples: int, **fixed: Any) -> Counter[str]:
+    """How so many programs have ended. `fixed`: what they have in common."""
     ends: Counter[str] = Counter()
 
     @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
     @given(programs())
     def program_shows_nothing_else(program: Program) -> None:
-        end = compare(program)
+        end = compare(replace(program, **fixed))
         assert top_saved_tensors_hooks() is None, "hooks of saved tensors were left"
         event(end)
         ends[end] += 1
 
     program_shows_nothing_else()
     assert ends["equal"] > sum(ends.values()) / 3, f"few programs have run to their end: {ends}"
+    return ends
 
 
 def test_a_random_program_has_the_bits_of_plain_pytorch_or_is_refused() -> None:
@@ -170,3 +172,10 @@ def test_a_random_program_has_the_bits_of_plain_pytorch_or_is_refused() -> None:
 @pytest.mark.campaign
 def test_each_of_many_random_programs_has_the_bits_of_plain_pytorch_or_is_refused() -> None:
     run(examples=300)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("examples", [15, pytest.param(300, marks=pytest.mark.campaign)])
+def test_where_everything_fits_nothing_is_refused(examples: int) -> None:
+    ends = run(examples, budget="roomy", in_backward=False)
+    assert all(end == "equal" or end.startswith("both raise") for end in ends), ends
