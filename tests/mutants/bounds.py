@@ -31,7 +31,7 @@ BOUNDS: tuple[Mutant, ...] = (
         assign("fixed_bytes", "0", nth=1), BUDGETS
     ),
     Fault("freed-blocks-are-kept-whatever-a-plan-takes", "step.room:HostRoom.planned").by(
-        never("_keeps_blocks"),
+        drop("_return_at_once"),
         f"{BLOCKS}::test_a_session_in_which_chunks_fill_all_room_returns_them_from_its_first_plan",
     ),
     Fault("freed-blocks-have-the-room-of-the-worst-moment", "step.budgets:leaves_room").by(

@@ -312,7 +312,7 @@ def test_a_second_optimizer_over_what_the_managed_one_lacks(
 
 @pytest.mark.parametrize("metered", [False, True])
 def test_a_change_of_many_weights_in_one_operation_is_noticed_under_a_meter(make_pair: MakePair, metered: bool) -> None:
-    """torch counts no such change under a dispatch mode, which the meter of the emulated device is."""
+    """The meter of the emulated device is no dispatch mode, under which torch would count no such change."""
     machine = {"device": "emulated", "device_memory": "64KiB"} if metered else {"device": "cpu"}
     pair = make_pair(stack, **machine)
 
