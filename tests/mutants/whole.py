@@ -23,6 +23,10 @@ WHOLE: tuple[Mutant, ...] = (
         without("self.gradient_bytes"), EDGE
     ),
     Fault("a-new-shape-is-not-asked-about", "step.whole:Whole.stays").by(always("hold"), LEAVES),
+    Fault("a-process-that-is-too-large-stays-so", "step.room:HostRoom.end").by(
+        drop("is_short"),
+        f"{FILE}::test_where_the_process_has_grown_past_its_bound_the_next_forward_is_bound_by_use",
+    ),
     Fault("parameters-are-let-go-that-a-graph-holds", "step.whole:Whole._leave").by(
         never("held", nth=2), f"{HELD}[a graph]"
     ),

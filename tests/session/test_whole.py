@@ -566,3 +566,15 @@ def test_a_tensor_longer_than_a_chunk_is_updated_piece_by_piece():
                 each(torch.arange(128.0).view(2, 64)).square().sum().backward()
                 steps.step()
         assert equal(list(plain.parameters()), list(model.parameters()))
+
+
+def test_where_the_process_has_grown_past_its_bound_the_next_forward_is_bound_by_use(monkeypatch):
+    plain, model = stack(), stack()
+    optimizer = adamw(plain)
+    with patrickstar.manage(model, adamw(model), host_memory="2GiB") as session:
+        for expected in ("whole", "whole", "by use: beside"):
+            assert torch.equal(step_with(plain, optimizer, 4), step_with(model, session.optimizer, 4))
+            assert session.stats().binding.startswith(expected)
+            monkeypatch.setattr("patrickstar.step.room.HostRoom.is_exceeded_by", lambda *_: True)
+        assert "takes more than" in session.stats().binding
+    assert equal(list(plain.parameters()), list(model.parameters()))

@@ -64,6 +64,7 @@ class Room:
     Attributes:
         lock: held by whoever changes what is in memory. meter: while one counts. always_meters: whether every forward is metered.
         level_bytes: the most bytes beside chunks at any moment so far, foreseen or taken.
+        is_short: whether more was taken than may be in the last stretch, in whose middle nothing could leave.
     """
 
     always_meters: ClassVar[bool] = False
@@ -80,6 +81,7 @@ class Room:
         self.lock = threading.RLock()
         self.meter: LiveBytes | None = None
         self.level_bytes = budgets.passes.update
+        self.is_short = False
         self._started: LiveBytes | None = None  # the one that is on, counting or not
         self._acts = True
         self._abandoned: weakref.finalize[Any, Any] | None = None
@@ -273,9 +275,8 @@ class HostRoom(Room):
             self._return_at_once(f"the {stretch.kind} runs unplanned")
 
     def end(self, stretch: Stretch, known: KnownForward | None, *, budget_bytes: int) -> None:  # noqa: ARG002
-        """Has freed blocks returned after a stretch that was not foreseen. One of whose parameters nobody tells takes the budget next time."""
-        if known is not None and stretch.gradient_bytes is not None and self._is_bounded and self.is_exceeded_by(0):
-            known.expected.excess_bytes = self._room_bytes
+        """Has freed blocks returned after a stretch that was not foreseen, and looks at the process after one in which nobody could."""
+        self.is_short = self._is_bounded and stretch.gradient_bytes is not None and self.is_exceeded_by(0)
         if stretch.reason:
             self._return_at_once(f"the {stretch.kind} was not as planned")
 

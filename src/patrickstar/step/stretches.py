@@ -120,8 +120,6 @@ class Stretches:
 
     def _begin_unseen(self, kind: StretchKind, known: KnownForward) -> None:
         """Begins the stretch of a forward whose parameters are ordinary: nothing has to move for it, and nobody tells of their uses."""
-        self._executor.settle()
-        self.end()
         draft = None if known.expected.trace is None else self._forward(kind, known.expected).draft
         if self._room.always_meters or (draft is None and self._budgets.bind):
             self._room.start_meter(acts=True)

@@ -91,9 +91,10 @@ class Whole:
         beside, states, room = reserve_bytes(), self._sizes[0], self.budgets.room_bytes()
         if expected.trace is not None:
             beside = expected.trace.peak + expected.excess_beyond(self.budgets.machine.costs.set_aside_bytes)
-        if self.budgets.hold(states, beside):
+        is_short = self.executor.room.is_short
+        if self.budgets.hold(states, beside) and not is_short:
             return True
-        takes = f"beside {format_bytes(states)} of model states a forward takes {format_bytes(beside)}"
+        takes = f"beside {format_bytes(states)} of model states a forward takes {'more than ' * is_short}{format_bytes(beside)}"
         why = f"{takes}, and there is room for {format_bytes(room)}"
         self._leave(why, needed=states + beside, room=room)
         return False
