@@ -26,9 +26,9 @@ BINDING: tuple[Mutant, ...] = (
         drop("if self.is_conjugated: ..."),
         f"{REPORTS}::test_a_view_of_a_weight_keeps_its_traits_until_backward[conjugated]",
     ),
-    Fault("changes-of-many-in-a-fused-operation-are-not-counted", "parameters.functions:counted.run_and_count").by(
+    Fault("changes-of-many-under-a-mode-are-not-counted", "parameters.functions:counted.run_and_count").by(
         drop("increment_version"),
-        f"{REPORTS}::test_a_second_optimizer_over_what_the_managed_one_lacks[AdamW, fused-fp32-200KiB]",
+        f"{REPORTS}::test_a_change_of_many_weights_under_a_users_mode_is_kept",
     ),
     Fault("an-offset-counts-from-the-start-of-the-slot", "parameters.binding:Binding.handle").by(
         never("STRIDED"),
@@ -63,7 +63,7 @@ BINDING: tuple[Mutant, ...] = (
     ),
     Fault("what-a-fused-step-writes-is-not-noticed", "parameters.functions:effects_of").by(
         without("name.startswith(...) and name.endswith(...)"),
-        f"{REPORTS}::test_a_second_optimizer_over_what_the_managed_one_lacks[AdamW, fused-fp32-200KiB]",
+        f"{REPORTS}::test_a_change_of_many_weights_under_a_users_mode_is_kept",
     ),
     Fault("data-that-is-assigned-is-let-go", "parameters.attributes:Attributes._set_data").by(
         drop("__torch_function__"), f"{REPORTS}::test_values_that_are_assigned_as_data_are_taken_over"

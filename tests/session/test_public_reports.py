@@ -327,6 +327,26 @@ def test_a_change_of_many_weights_in_one_operation_is_noticed_under_a_meter(make
     assert all(map(same_bits, *pair.each(act)))
 
 
+def test_a_change_of_many_weights_under_a_users_mode_is_kept(make_pair: MakePair) -> None:
+    """torch counts no such change under a dispatch mode, which `FlopCounterMode` is: a chunk would leave as clean."""
+    pair = make_pair(
+        seeded(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))), device="emulated", device_memory="120KiB"
+    )
+
+    def act(model: nn.Module, optimizer: Any) -> list[Any]:
+        for _ in range(2):
+            model(torch.ones(4, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad(), FlopCounterMode(display=False):
+                model(torch.ones(4, 64))
+                torch._foreach_mul_(list(model.parameters()), 0.5)
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(map(same_bits, *pair.each(act)))
+    assert sum(pair.session.stats().moved.values()), "nothing moved, which shows nothing"
+
+
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_values_that_are_assigned_as_data_are_taken_over(make_pair: MakePair, precision: str, device: str) -> None:

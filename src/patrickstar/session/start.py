@@ -65,7 +65,7 @@ class Setup:
         reasons = {
             "asked for": not self.may_be_whole,
             "16-bit weights have masters": self.precision.mixed,
-            "tile_rows": self.memory.options.tile_rows is not None,
+            "Options(tile_rows=)": self.memory.options.tile_rows is not None,
             'step="in_backward"': self.gradients is GradientUse.UPDATE,
         }
         states = (
