@@ -98,7 +98,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="keep the result beside this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    set_up.__kwdefaults__["may_be_whole"] = False  # uses are counted: everything fits where nothing moves
+    set_up.__kwdefaults__["binding"] = "use"  # uses are counted: everything fits where nothing moves
     # What becomes of weights that do not fit as ordinary tensors is of no interest here.
     logging.getLogger("patrickstar").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as disk:

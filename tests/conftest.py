@@ -72,10 +72,11 @@ def one_thread() -> None:
 
 @pytest.fixture(autouse=True)
 def binding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models of tests fit, and are to show what becomes of those that do not: they are bound by use, but for tests that are marked `whole`."""
+    """Models of tests fit, and are to show what becomes of those that do not: they are bound by use, but for tests marked `whole` or `blocks`."""
     from patrickstar.session.start import set_up
 
-    monkeypatch.setitem(set_up.__kwdefaults__, "may_be_whole", request.node.get_closest_marker("whole") is not None)
+    marked = next((kind for kind in ("whole", "blocks") if request.node.get_closest_marker(kind) is not None), "use")
+    monkeypatch.setitem(set_up.__kwdefaults__, "binding", marked)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,13 +9,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol
 
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["ModuleEvents", "Watched", "watch_calls", "watch_parameters", "watch_root"]
+__all__ = ["ModuleCalls", "ModuleEvents", "Watched", "watch_calls", "watch_parameters", "watch_root"]
 
 _NAMES: Final = ("__module__", "__qualname__", "__doc__")
 
@@ -30,6 +31,13 @@ class ModuleEvents(Protocol):
 
     def after_forward(self, module: nn.Module) -> None:
         """A forward has ended, or was left by an exception."""
+
+
+class ModuleCalls(Protocol):
+    """The one through whom calls of watched modules go."""
+
+    def call(self, module: nn.Module, run: Callable[[], Any]) -> Any:
+        """The result of a call, which `run` gives."""
 
 
 class Watched:
@@ -75,14 +83,21 @@ def watch_root(model: nn.Module, events: ModuleEvents) -> Watched:
     )
 
 
-def watch_calls(modules: Iterable[nn.Module], events: ModuleEvents) -> Watched:
-    """Tells of the forwards of some modules inside a model. They have no hooks for it, as torch computes other bits of some modules with hooks."""
+def watch_calls(modules: Iterable[nn.Module], calls: ModuleCalls, method: str) -> Watched:
+    """Has calls of some modules inside a model go through `calls`. They have no hooks for it: torch computes other bits of some modules with hooks.
+
+    Args:
+        method: "forward", inside of the modules' hooks, or "_call_impl", around them.
+    """
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
     handles: list[_ClassHandle] = []
     for module in modules:
         kind = type(module)
+        if method in vars(module):  # a twin's, whose call it is
+            vars(module)[method] = partial(_told, weakref.ref(calls), module, vars(module)[method])
+            continue
         if kind not in kinds:
-            kinds[kind] = _telling(kind, events)
+            kinds[kind] = _telling(kind, weakref.ref(calls), method)  # weak, as a class is freed late
         module.__class__ = kinds[kind]
         handles.append(_ClassHandle(module, kind))
     return Watched(handles)
@@ -99,20 +114,22 @@ class _ClassHandle:
         self.module.__class__ = self.kind
 
 
-def _telling(kind: type[nn.Module], events: ModuleEvents) -> type[nn.Module]:
-    """A class that is like another, and tells of its forwards. What is copied, or pickled, is of the other."""
-    listener = weakref.ref(events)  # a class is freed late
+def _told(calls: weakref.ref[ModuleCalls], module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    there = calls()
+    return run(*args, **kwargs) if there is None else there.call(module, partial(run, *args, **kwargs))
+
+
+def _telling(kind: type[nn.Module], calls: weakref.ref[ModuleCalls], method: str) -> type[nn.Module]:
+    """A class that is like another, but for its calls. What is copied, or pickled, is of the other."""
+    own = getattr(kind, method)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        told = listener()
-        if told is None:
-            return kind.forward(self, *args, **kwargs)
-        try:
-            told.before_forward(self, args, kwargs)
-            with _without_hooks(self):
-                return kind.forward(self, *args, **kwargs)
-        finally:
-            told.after_forward(self)
+        with _without_hooks(self):
+            return own(self, *args, **kwargs)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = forward if method == "forward" else own
+        return _told(calls, self, partial(run, self), *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         reduced: Any = kind.__reduce_ex__(self, protocol)
@@ -120,8 +137,8 @@ def _telling(kind: type[nn.Module], events: ModuleEvents) -> type[nn.Module]:
         return make, tuple(kind if part is type(self) else part for part in made_of), *state
 
     metaclass: Any = type(kind)
-    own = {"forward": forward, "__reduce_ex__": reduce, **{name: getattr(kind, name) for name in _NAMES}}
-    telling: type[nn.Module] = metaclass(kind.__name__, (kind,), own)
+    members = {method: call, "__reduce_ex__": reduce, **{name: getattr(kind, name) for name in _NAMES}}
+    telling: type[nn.Module] = metaclass(kind.__name__, (kind,), members)
     return telling
 
 

@@ -41,6 +41,7 @@ __all__ = [
     "is_checkpoints",
     "is_compiling",
     "is_profiled",
+    "next_sequence_number",
     "one_thread_here",
     "overrides_are_on",
     "refuse_reads",
@@ -99,6 +100,10 @@ overrides_are_on: Callable[[], bool] = torch._C._is_torch_function_enabled
 
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 """Gives the number of the innermost transform of `torch.func` that runs on this thread; None outside of any. Asked at every use."""
+
+
+next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""Gives the number of the next node of autograd's graph that this thread makes: nodes that are made later have no smaller one."""
 
 
 def is_compiling() -> bool:

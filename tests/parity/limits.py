@@ -151,7 +151,7 @@ def least(row: Row, limits: Limits, directory: Path, *, steps: int = STEPS) -> O
 
 def _search_all(rows: Iterable[Row]) -> dict[str, Limits]:
     torch.set_num_threads(1)
-    set_up.__kwdefaults__["may_be_whole"] = False  # as in tests
+    set_up.__kwdefaults__["binding"] = "use"  # as in tests
     found = {}
     for row in rows:
         try:

@@ -146,7 +146,7 @@ def plans_of(row: Row) -> list[Plan]:
 
 def _digest_all(names: Sequence[str]) -> dict[str, str]:
     torch.set_num_threads(1)
-    set_up.__kwdefaults__["may_be_whole"] = False  # as in tests
+    set_up.__kwdefaults__["binding"] = "use"  # as in tests
     found = {}
     for name in names:
         try:

@@ -142,6 +142,13 @@ def test_parameters_that_keep_their_bytes_have_the_same_bits(row: Row, tmp_path:
     assert outcome.stats.binding == "whole"
 
 
+@pytest.mark.blocks
+@pytest.mark.parametrize("row", at_once(PAIRS), ids=str)
+def test_parameters_that_are_there_while_a_block_runs_have_the_same_bits(row: Row, tmp_path: Path) -> None:
+    outcome, _, expected = run(row, tmp_path)
+    assert_moved(row, outcome, expected)
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("row", WIDE, ids=str)
 def test_no_bit_depends_on_where_model_data_lives_in_any_combination(row: Row, tmp_path: Path) -> None:

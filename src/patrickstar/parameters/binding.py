@@ -90,7 +90,7 @@ class Binding:
         by_name: records of the parameters. records: records of parameters and tiles. names: of the parameters, by `id()`.
         access: gives parameters their bytes.
         gradients: what `.grad` of a parameter is. assembled: what stands for gradients and for the optimizer's state in chunks.
-        changes: what uses change in place. whole: the parameters, while they keep their bytes, as `is_whole` says. owner: as given.
+        saved: packs what autograd saves. changes: what uses change in place. whole: the parameters, while they keep their bytes, as `is_whole` says. owner: as given.
         device: where parameters are used, as given.
     """
 
@@ -123,7 +123,8 @@ class Binding:
 
         # Fake tensors are a class of their own, and what stands for them must be a subclass of it.
         base = next((FakeTensor for parameter in named.values() if isinstance(parameter, FakeTensor)), Tensor)
-        classes = managed_classes(self, nn.Parameter if base is Tensor else base, base)
+        self._plain_class: type[Any] = nn.Parameter if base is Tensor else base
+        classes = managed_classes(self, self._plain_class, base)
         self._parameter_class, self._alias_class, self._detached_class, self._assembled_class = classes
         self.access = WeightAccess(self.records, owner, leases, counts, alias_class=self._alias_class, base=base)
         self.assembled = AssembledTensors(self.access, self._assembled_class, device=device)
@@ -132,7 +133,7 @@ class Binding:
         self.whole = WholeParameters(list(self), owner, leases, self.gradients, device)
         if whole:
             self.gradients.stay_put()
-        self._saved = SavedTensors(
+        self.saved = SavedTensors(
             self.access,
             lasting=self.assembled.lasting,
             standin=lambda parameter: self._bound[id(parameter)].standin,
@@ -162,6 +163,14 @@ class Binding:
             for bound in self:
                 bound.parameter.__class__ = nn.Parameter
             self.whole.take()
+
+    def make_ordinary(self, bound: BoundParameter) -> None:
+        """Gives a parameter the plain class, which an operation does not ask for it."""
+        bound.parameter.__class__ = self._plain_class
+
+    def make_managed(self, bound: BoundParameter) -> None:
+        """Gives a parameter the class of one that is bound by use again."""
+        bound.parameter.__class__ = self._parameter_class
 
     def release(self, data_of: Callable[[BoundParameter], Tensor | None]) -> None:
         """Turns every parameter into an ordinary one again, with the data given; where that is None, the parameter stays a stand-in."""
@@ -343,7 +352,7 @@ class Binding:
                 watched = self.changes.watch(func, args, kwargs, tensors=tensors)
             versions = [NOT_COUNTED if tensor.is_inference() else tensor._version for tensor in tensors]
             try:
-                with self._saved.around_use():
+                with self.saved.around_use():
                     result = run(*args, **kwargs)
                 if effects.escapes:
                     for key in self.access.keys_of(found.aliases):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from torch import Tensor
@@ -35,6 +35,7 @@ class GradientAccess:
         assembled: what stands for gradients in chunks. use: where gradients go. bound: the records of parameters and tiles, by `id()`.
 
     Attributes:
+        arrived: is told of each gradient that has come.
         own: the parameters whose gradient is the user's own, by name. stay: True where gradients stay the tensors that autograd made.
     """
 
@@ -51,6 +52,7 @@ class GradientAccess:
         self._hooks: dict[BoundParameter, RemovableHandle] = {}
         self.stay = False
         self.own: set[str] = set()
+        self.arrived: Callable[[BoundParameter], None] = lambda _: None
 
     def stay_put(self) -> None:
         """Leaves all gradients where autograd makes them from now on."""
@@ -100,6 +102,7 @@ class GradientAccess:
                 own = self._by_name[bound.owner].parameter.grad
                 assert own is not None, f"{bound.owner} has no gradient of the user's own"
                 bound.of(own.detach()).add_(gradient)
+            self.arrived(bound)
 
     def get(self, bound: BoundParameter) -> Tensor | None:
         """The value of `p.grad`."""

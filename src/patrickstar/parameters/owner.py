@@ -7,7 +7,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Touch
 from patrickstar.memory.leases import AssembledKey, CopyKey, WeightKey
 from patrickstar.parameters.bound import BoundParameter
@@ -32,8 +31,8 @@ class Owner(Protocol):
     def carry_out_pending(self) -> None:
         """Does what was asked for and is still to be done: a view, held all the time, is about to be used."""
 
-    def unpack(self, ref: PlaneRef, name: str) -> None:
-        """Makes a unit resident for a backward that needs what a use has saved."""
+    def unpack(self, label: str, touches: Sequence[Touch]) -> None:
+        """Makes units resident for a backward that needs what uses have saved, all at once."""
 
     def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
         """Writes a parameter's changed value, or what has changed of what is kept of it, into a copy that is still held."""

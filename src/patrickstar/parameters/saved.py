@@ -173,7 +173,8 @@ class SavedTensors:
                 tensor = self.lasting(tensor)
             if underneath is not None:
                 return SavedUnderneath(underneath[0](tensor), underneath[1])
-            return SavedTensor(tensor, tensor._version)
+            # An output holds the node that saves it, which would hold it.
+            return SavedTensor(tensor.detach() if tensor.grad_fn is not None else tensor, tensor._version)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self.unpack)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from patrickstar.core.planes import PlaneRef
+from patrickstar.core.trace import Touch
 from patrickstar.memory.leases import AssembledKey, Key, Leases, WeightKey
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.owner import Owner
@@ -31,6 +32,7 @@ class WeightAccess:
     Attributes:
         records, owner, leases: as given. lock: held while bytes are given and taken.
         held: how many uses and module calls hold a parameter now, of those that are held.
+        open: units that are held for the backward of a block, as 1-D tensors.
         recomputed: versions of parameters, by `id()`, at which a recomputation of a forward, in backward, has left them.
     """
 
@@ -52,6 +54,7 @@ class WeightAccess:
         self._base = base
         self.lock = threading.RLock()
         self.held: dict[BoundParameter, int] = {}
+        self.open: dict[PlaneRef, Tensor] = {}
         self.recomputed: dict[int, int] = {}
         self._in_unit: dict[PlaneRef, tuple[list[int], list[BoundParameter]]] = {}  # by rising offset, in bytes
         in_units = [bound for bound in records.values() if not bound.tiles]
@@ -60,8 +63,8 @@ class WeightAccess:
             starts.append(bound.offset * bound.shape_only.element_size())
             owners.append(bound)
 
-    def enter(self, found: Sequence[BoundParameter]) -> None:
-        """Gives parameters bytes. Each `enter` has one `leave`."""
+    def enter(self, found: Sequence[BoundParameter], *, is_there: bool = False) -> None:
+        """Gives parameters bytes. Each `enter` has one `leave`. `is_there`: whether their units are held already."""
         if not found:
             return
         if transform_level() is not None:
@@ -70,9 +73,10 @@ class WeightAccess:
             touches = found[0].touches
             if len(found) > 1:
                 touches = tuple(sorted({touch for bound in found for touch in bound.touches}))
-            if backward_id() == -1:  # else it is part of a recomputation
-                self._count(found)
-            self.owner.use(found[0].name, touches)
+            if not is_there:
+                if backward_id() == -1:  # else it is part of a recomputation
+                    self._count(found)
+                self.owner.use(found[0].name, touches)
             units = [self.leases.take(touch.ref) for touch in touches]  # none may leave while copies are made
             leased = {bound.key: self.lease(bound.key) for bound in found}
             del units
@@ -153,6 +157,7 @@ class WeightAccess:
             first = self.parameters_in(key)[0]
             units = []
             for ref in first.refs:
-                self.owner.unpack(ref, first.name)
+                if ref not in self.open:
+                    self.owner.unpack(first.name, (Touch(ref),))
                 units.append(self.leases.take(ref))
             return units[0] if key == first.ref else self.lease(key)

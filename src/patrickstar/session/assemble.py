@@ -20,7 +20,6 @@ from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.user_optimizer import check_optimizer
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.parameters.transforms import expect_not_compiled
-from patrickstar.parameters.whole_calls import WholeCalls
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.adopt import take_over
 from patrickstar.session.buffers import all_buffers, fit_buffers, put_back
@@ -103,16 +102,16 @@ def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, s
     with ExitStack() as undo:  # whatever fails, model and optimizer are as before
         root = watch_root(model, parts.events)
         undo.callback(root.remove)
-        whole_calls = WholeCalls(model, binding)
-        undo.callback(lambda: whole_calls.watched.remove())  # noqa: PLW0108  (there may be others by then)
+        blocks = parts.stretches.blocks
+        undo.callback(blocks.remove)
         if not parts.whole.why:
-            parts.whole.left = whole_calls.watch
+            parts.whole.left = blocks.watch
         else:
-            whole_calls.watch()
+            blocks.watch()
         undo.callback(put_back, model, all_buffers(model))
         dtypes = {name: parameter.dtype for name, parameter in named.items()}
         buffers = fit_buffers(model, setup.precision, setup.budgets.stream_device)
-        session = Session(parts, Ties(root, whole_calls, dtypes, buffers))
+        session = Session(parts, Ties(root, dtypes, buffers))
         if original is not None:
             managed = session.attach(original)
             undo.callback(managed.detach)

@@ -15,6 +15,7 @@ from patrickstar.memory.store import ChunkStore
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.user_optimizer import read_groups
 from patrickstar.parameters.binding import Binding
+from patrickstar.parameters.blocks import Blocks
 from patrickstar.parameters.escapes import EscapedMemory
 from patrickstar.parameters.registered import Registered
 from patrickstar.plan.pilot import Pilot
@@ -28,6 +29,7 @@ from patrickstar.step.budgets import Budgets
 from patrickstar.step.copies import Copies
 from patrickstar.step.events import Events, Neighbours
 from patrickstar.step.executor import Executor
+from patrickstar.step.fitting_blocks import FittingBlocks
 from patrickstar.step.gradients import Gradients
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.masters_by_hand import MastersByHand
@@ -119,7 +121,14 @@ def build_step(
         executor=executor,
         planner=planner,
         budgets=budgets,
-        tracer=setup.tracer(in_a_group),
+        fitting=FittingBlocks(
+            tracer=setup.tracer(in_a_group),
+            budgets=budgets,
+            places=setup.places(model, binding.names),
+            start=late_planes.with_room_for,
+            taken_bytes=binding.taken_bytes,
+        ),
+        blocks=Blocks(model, binding),
         taken_bytes=binding.taken_bytes,
         late_planes=late_planes,
         whole_chunks=gradients is GradientUse.UPDATE and not choice.apart,

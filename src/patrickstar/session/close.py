@@ -57,7 +57,7 @@ class Closing:
             del self._stages[0]
         parts, ties = self._parts, self._ties
         ties.root.remove()
-        ties.whole_calls.watched.remove()
+        parts.stretches.blocks.remove()
         if not self._keeps:
             put_on_meta(parts.model, ties.parameter_dtypes)
         for name, gradient in self._gradients.items():

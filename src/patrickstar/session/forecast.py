@@ -17,14 +17,17 @@ from patrickstar.core.planes import GRAD
 from patrickstar.core.trace import Trace
 from patrickstar.errors import BudgetError, Error
 from patrickstar.memory.allocator import allocator
+from patrickstar.parameters.bound import names_by_id
 from patrickstar.plan.fit import advise, expect_room, worst_moment
 from patrickstar.plan.plan import Plan
+from patrickstar.plan.residency import Residency
 from patrickstar.plan.simulate import Simulation
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.paper_run import PaperRun
 from patrickstar.session.smallest import smallest_budgets
 from patrickstar.session.start import Setup, add_gradients, resting_state, set_up
-from patrickstar.step.budgets import Budgets, find_resources, leaves_room, with_retention
+from patrickstar.step.budgets import Budgets, find_resources, leaves_room
+from patrickstar.step.fitting_blocks import FittingBlocks
 from patrickstar.step.resources import Resources
 from patrickstar.step.room import EARLY_BYTES
 from patrickstar.tracing.offline import CannotTrace
@@ -137,10 +140,20 @@ def _forecast(
     tracer = setup.tracer(trainable.__contains__)
     device = budgets.trial_device
     inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+    def start(trace: Trace) -> Residency:
+        state = resting_state(setup)
+        if in_backward:
+            add_gradients(state, trace, setup, budgets.machine)
+        return state
+
+    places = setup.places(model, names_by_id(named))
+    fitting = FittingBlocks(tracer=tracer, budgets=budgets, places=places, start=start)
     try:
-        step = with_retention(tracer.foresee(model, named, (), inputs).trace, budgets)
+        step = fitting.foresee(model, named, (), inputs, in_blocks=False)[0].trace
     except CannotTrace as problem:
         raise Error(f"the model cannot be traced without running it, so there is no forecast: {problem}") from problem
+    whole_gradients = _whole_gradients(setup, step)
     clips = clip or memory.max_grad_norm is not None
     late = _with_gradients(step, layout)
     takes_norm = clips and not in_backward
@@ -161,9 +174,10 @@ def _forecast(
     }
     minimum = smallest_budgets(setup, traces)
     try:
-        state = resting_state(setup)
-        if in_backward:
-            add_gradients(state, step, setup, budgets.machine)
+        if whole_gradients is None:
+            step = fitting.foresee(model, named, (), inputs, in_blocks=True)[0].trace
+            traces = (step, *traces[1:])
+        state = start(step)
         need = worst_moment(step, start=state, trained=True)
         expect_room(need, budgets.machine_for(need.nbytes))
         ran = list[tuple[Simulation, Trace]]()
@@ -177,7 +191,7 @@ def _forecast(
             clips=takes_norm,
             in_backward=in_backward,
             whole=in_backward and not choice.apart,
-            gradient_bytes=_whole_gradients(setup, step),
+            gradient_bytes=whole_gradients,
             simulated=lambda simulated, trace: ran.append((simulated, trace)),
         )
         first, last = run.settle()

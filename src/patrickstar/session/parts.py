@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from patrickstar.core.layout import Layout
 from patrickstar.hooks import Watched
 from patrickstar.parameters.binding import Binding
-from patrickstar.parameters.whole_calls import WholeCalls
 from patrickstar.session.buffers import Kind
 from patrickstar.step.events import Events, expect_own_parameters
 from patrickstar.step.executor import Executor
@@ -85,6 +84,5 @@ class Ties:
     """
 
     root: Watched
-    whole_calls: WholeCalls
     parameter_dtypes: Mapping[str, torch.dtype]
     buffers: Mapping[str, Kind]

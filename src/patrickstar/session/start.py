@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.errors import BudgetError, LayoutError
 from patrickstar.optim.passes import Passes
 from patrickstar.optim.scratch import triton_bytes
+from patrickstar.parameters.blocks import Place, places_in
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.parameters.tiles import NOT_ONE_TENSOR
 from patrickstar.plan.fit import expect_room, name_gradients, worst_moment
@@ -41,13 +43,16 @@ from patrickstar.units import format_bytes
 __all__ = ["Setup", "add_gradients", "find_tiles", "layout_of", "resting_state", "set_up", "with_pass_bytes"]
 
 
+BindingKind = Literal["whole", "blocks", "use"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """The ground of a session, and of a forecast of one, before anything is allocated: types, layout, budgets.
 
     Attributes:
         memory: the options of `manage`. formats: planes and their types, as they are now.
-        gradients: where these go. passes: over planes, by type of device; None: those of a GPU, on paper.
+        gradients: where these go. binding: how parameters are bound at most. passes: over planes, by type of device; None: those of a GPU, on paper.
     """
 
     memory: MemoryOptions
@@ -57,13 +62,13 @@ class Setup:
     gradients: GradientUse
     formats: SessionFormats
     passes: Mapping[str, Passes] | None
-    may_be_whole: bool = True
+    binding: BindingKind = "whole"
 
     @property
     def by_use(self) -> str:
         """The reason why parameters are bound by use; empty where they keep their bytes for the whole session. See Note [Whole] in the binding."""
         reasons = {
-            "asked for": not self.may_be_whole,
+            "asked for": self.binding != "whole",
             "16-bit weights have masters": self.precision.mixed,
             "Options(tile_rows=)": self.memory.options.tile_rows is not None,
             'step="in_backward"': self.gradients is GradientUse.UPDATE,
@@ -90,6 +95,11 @@ class Setup:
             return 0
         trained = [place for place in layout.slices.values() if formats.is_trained(place.chunk, layout)]
         return sum(block_bytes(4 * place.numel, self.budgets.device.type) for place in trained)
+
+    def places(self, model: nn.Module, names: Mapping[int, str]) -> tuple[Place, ...]:
+        """The outermost blocks of a model that may be bound at once. `names`: of its parameters, by `id()`."""
+        has_tiles = self.memory.options.tile_rows is not None
+        return () if self.binding == "use" or has_tiles else places_in(model, names)
 
     def touches(self, updates: Callable[[str], bool]) -> Touches:
         """The units that events touch, with counts of uses that begin at none. `updates`: tells which parameters the optimizer has."""
@@ -136,13 +146,13 @@ def set_up(
     trained: Callable[[nn.Parameter], bool] = lambda parameter: parameter.requires_grad,
     trains: bool = True,
     find_passes: Callable[[torch.device], Mapping[str, Passes]] | None = None,
-    may_be_whole: bool = True,
+    binding: BindingKind = "whole",
 ) -> Setup:
     """The ground for a model and options of `manage`, which have been checked.
 
     Args:
         has: what the machine has. trained: tells whether a parameter needs more than its weight. trains: whether there is an optimizer.
-        find_passes: finds the kernels of a device; None: they are those of a GPU. may_be_whole: whether parameters keep their bytes where they can.
+        find_passes: finds the kernels of a device; None: they are those of a GPU. binding: how parameters are bound at most.
 
     Raises:
         BudgetError, DeviceError, LayoutError: what is asked for cannot be had.
@@ -161,7 +171,7 @@ def set_up(
         gradients=gradients if trains else GradientUse.NONE,
         formats=SessionFormats(precision.formats),
         passes=passes,
-        may_be_whole=may_be_whole,
+        binding=binding,
     )
 
 

@@ -94,13 +94,13 @@ class Events:
         """Carries out what is pending for whoever holds views of parameters, and is about to use them."""
         self.to.executor.update_held()
 
-    def unpack(self, ref: PlaneRef, name: str) -> None:
-        """Makes a unit resident, in a moment of the backward."""
+    def unpack(self, label: str, touches: Sequence[Touch]) -> None:
+        """Makes units resident, in a moment of the backward."""
         self.check_watch()
         self._in_backward = True
         if backward_makes_graph():
             self.to.executor.pilot.stretch.differentiates()
-        self.to.executor.moment(Phase.BACKWARD, name, (Touch(ref),))
+        self.to.executor.moment(Phase.BACKWARD, label, touches)
 
     def make_copy(self, key: CopyKey) -> Tensor:
         """A parameter's value in the type that computes, or a gradient or state of the optimizer put together: 1-D."""
@@ -250,6 +250,7 @@ class Events:
         """Takes a backward that has begun for over, by its end or by an exception: state is read or written by nobody inside of one."""
         if self._in_backward and backward_id() == -1:
             self._in_backward = False
+            self.to.stretches.blocks.close()
             self.to.stretches.abandon()
 
 

@@ -18,10 +18,11 @@ from patrickstar.plan.fit import expect_room, within, worst_moment
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.stretch import Stretch, StretchKind
 from patrickstar.step.budgets import Budgets, with_retention
+from patrickstar.step.fitting_blocks import FittingBlocks
 from patrickstar.step.known_forwards import KnownForward, like_a_larger_one
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.room import Room
-from patrickstar.tracing.offline import CannotTrace, OfflineTracer
+from patrickstar.tracing.offline import CannotTrace
 from patrickstar.tracing.signature import Signature, can_be_traced, signature
 from patrickstar.units import format_bytes
 
@@ -37,15 +38,16 @@ class KnownForwards:
     """The kinds of forward that a session has met, by signature.
 
     Attributes:
-        tracer: makes the forecast of a new kind. late_planes: has room for gradients that must wait. room: whose level rises with what a kind takes.
-        taken_bytes: what of the compute tier's budget the user has taken.
+        fitting: makes the forecast of a new kind. late_planes: has room for gradients that must wait. room: whose level rises with what a kind takes.
+        is_whole: tells whether parameters keep their bytes. taken_bytes: what of the compute tier's budget the user has taken.
     """
 
-    tracer: OfflineTracer
+    fitting: FittingBlocks
     budgets: Budgets
     late_planes: LatePlanes
     room: Room
     taken_bytes: Callable[[], int]
+    is_whole: Callable[[], bool]
     kinds: OrderedDict[Signature, KnownForward] = field(default_factory=OrderedDict, init=False)
 
     def expect(
@@ -79,12 +81,13 @@ class KnownForwards:
     def _foresee(self, known: KnownForward, model: nn.Module, named: Mapping[str, nn.Parameter], *inputs: Any) -> None:
         """Makes the forecast of a kind that is new."""
         try:
-            foreseen = self.tracer.foresee(model, named, *inputs)
+            in_blocks = not self.is_whole()
+            foreseen, known.blocks = self.fitting.foresee(model, named, *inputs, in_blocks=in_blocks)
         except CannotTrace as problem:
             known.reason = _UNTRACEABLE.format(problem)
             _log.info("no trace for this forward (%s): it runs unplanned once and is measured", problem)
             return
-        known.trace = known.offline = with_retention(foreseen.trace, self.budgets)
+        known.trace = known.offline = foreseen.trace
         known.by_chance = foreseen.by_chance
         start = self.late_planes.with_room_for(known.trace)
         need = worst_moment(known.trace, start=start, trained=torch.is_grad_enabled())

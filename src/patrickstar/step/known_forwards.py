@@ -44,7 +44,7 @@ class KnownForward:
         lets_go_at: the moment, between forward and backward, before which gradients of the step before are let go of; 0: there is none.
         excess_bytes: by how much more a step of this kind took of a device than its trace has, at the worst of its moments. knows_workspaces:
             whether a whole step has shown that: what kernels take is known then, and nothing is left for it beside.
-        twice: what is known of those steps that differentiate a gradient; None before the first.
+        blocks: paths of the modules that are bound at once. twice: what is known of those steps that differentiate a gradient; None before the first.
     """
 
     trace: Trace | None = None
@@ -59,6 +59,7 @@ class KnownForward:
     lets_go_at: int = 0
     excess_bytes: int = 0
     knows_workspaces: bool = False
+    blocks: tuple[str, ...] = ()
     twice: KnownForward | None = None
 
     _was_twice: bool = field(default=False, repr=False)
@@ -148,4 +149,5 @@ def like_a_larger_one(key: Signature, known: Mapping[Signature, KnownForward]) -
         by_chance=least.by_chance,
         excess_bytes=least.excess_bytes,
         knows_workspaces=least.knows_workspaces,
+        blocks=least.blocks,
     )

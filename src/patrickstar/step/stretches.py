@@ -15,19 +15,20 @@ from torch import nn
 from patrickstar.core.machine import Tier
 from patrickstar.core.trace import Trace
 from patrickstar.errors import BudgetError
+from patrickstar.parameters.blocks import Blocks
 from patrickstar.parameters.registered import Registered
 from patrickstar.plan.planner import Planner
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.stretch import Ask, Draft, Stretch, StretchKind
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.executor import Executor
+from patrickstar.step.fitting_blocks import FittingBlocks
 from patrickstar.step.forwards import KnownForwards
 from patrickstar.step.known_forwards import BEING_MEASURED, KnownForward
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.step_counts import StepCounts
 from patrickstar.step.whole import Whole
-from patrickstar.tracing.offline import OfflineTracer
 from patrickstar.tracing.signature import asks_for_gradients, can_be_traced
 from patrickstar.units import format_bytes
 
@@ -40,14 +41,14 @@ class Stretches:
     """Begins and ends the stretches of a step.
 
     Args:
-        planner: makes their plans. budgets: the tiers, what each may hold, and what the allocator does.
+        planner: makes their plans. fitting: makes forecasts. budgets: the tiers, what each may hold, and what the allocator does.
         taken_bytes: what of the compute tier's budget the user has taken (gradients assigned as `p.grad`, views of those in chunks).
         late_planes: has room for gradients that must wait.
         whole_chunks: whether a backward updates chunks whole where there is room.
         may_weave: whether nobody holds what an update would have to renew. whole: the parameters as long as they keep their bytes.
 
     Attributes:
-        known: the kinds of forward. counts: of steps that went as planned, or did not.
+        known: the kinds of forward. blocks: whose parameters are ordinary ones while they run. counts: of steps that went as planned, or did not.
         training: the last forward that was recorded, with its backward.
     """
 
@@ -57,7 +58,8 @@ class Stretches:
         executor: Executor,
         planner: Planner,
         budgets: Budgets,
-        tracer: OfflineTracer,
+        fitting: FittingBlocks,
+        blocks: Blocks,
         taken_bytes: Callable[[], int],
         late_planes: LatePlanes,
         whole_chunks: bool,
@@ -70,11 +72,14 @@ class Stretches:
         self._room = executor.room
         self._taken_bytes = taken_bytes
         self._late_planes = late_planes
-        self.known = KnownForwards(tracer, budgets, late_planes, executor.room, taken_bytes)
+        self.known = KnownForwards(
+            fitting, budgets, late_planes, executor.room, taken_bytes, is_whole=lambda: not whole.why
+        )
         self.counts = StepCounts()
         self._whole_chunks = whole_chunks
         self._may_weave = may_weave
         self._whole = whole
+        self.blocks = blocks
 
         self._forwards = self._forwards_a_step = 0  # since the last step, and in the one before
         self._current: KnownForward | None = None
@@ -96,14 +101,19 @@ class Stretches:
             BudgetError: the forward does not fit. Nothing has changed then.
         """
         self.end()
+        was_whole = not self._whole.why
         known = self.known.expect(registered, named, args, kwargs)
-        expected = known.expected
         recorded = torch.is_grad_enabled()
         self._forwards += recorded
         kind = StretchKind.TRAINING if recorded else StretchKind.EVALUATION
-        if self._whole.stays(expected, self._reserve_bytes):
+        if self._whole.stays(known.expected, self._reserve_bytes):
             self._begin_unseen(kind, known)
             return
+        if was_whole:
+            self.known.kinds.clear()
+            known = self.known.expect(registered, named, args, kwargs)
+        expected = known.expected
+        self.blocks.bind(known.blocks)
         stretch = (self._forward_with_updates(known) if recorded else None) or self._forward_alone(kind, known)
         needed = self._room.always_meters or expected.trace is None or expected.measure_next
         # Whoever asks for the inputs' gradients may differentiate these, which only a measured trace can show.

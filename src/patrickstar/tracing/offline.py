@@ -26,6 +26,7 @@ from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.memory.leases import CopyKey, Leases, WeightKey
 from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
+from patrickstar.parameters.blocks import Blocks
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.changes import UnseenChangeError
 from patrickstar.parameters.owner import Owner
@@ -97,8 +98,8 @@ class _Twin(Owner):
             self._notice_backward()
         self._moment(self._phase(), label, touches)
 
-    def unpack(self, ref: PlaneRef, name: str) -> None:
-        self._moment(Phase.BACKWARD, name, (Touch(ref),))
+    def unpack(self, label: str, touches: Sequence[Touch]) -> None:
+        self._moment(Phase.BACKWARD, label, touches)
 
     def _moment(self, phase: Phase, label: str, touches: Sequence[Touch]) -> None:
         self.recorder.moment(phase, label, touches, self.leases.held())
@@ -199,12 +200,20 @@ class OfflineTracer:
     compute: torch.dtype = torch.float32
 
     def foresee(
-        self, model: nn.Module, named: Mapping[str, nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        named: Mapping[str, nn.Parameter],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        blocks: Collection[str] = (),
     ) -> Foreseen:
         """The trace of `model(*args, **kwargs)`, and of a backward of its loss where gradients are on.
 
         The loss is the output's `loss`, or the output itself where it is a scalar. A loss outside the model cannot be seen: for it
         three times the bytes of the outputs, and 4 KiB, are reserved through the backward.
+
+        `blocks`: paths of those that are bound, each at once.
 
         A forward that branches on numbers that it draws is tried with small, likely and large ones; see Note [Values in a trial run].
 
@@ -212,7 +221,7 @@ class OfflineTracer:
             CannotTrace: the step depends on data, or does something that fake tensors cannot.
             UnseenChangeError: it changes a weight in a way that cannot be carried into its master.
         """
-        attempt = partial(self._try, model, named, args, kwargs)
+        attempt = partial(self._try, model, named, args, kwargs, blocks=blocks)
         likely = attempt(quantile=_LIKELY)
         if not likely.by_chance:
             return likely
@@ -244,6 +253,7 @@ class OfflineTracer:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         *,
+        blocks: Collection[str],
         quantile: float,
     ) -> Foreseen:
         """One run of the twin, in which every draw is the given quantile of its distribution."""
@@ -274,6 +284,8 @@ class OfflineTracer:
                     rewriting=owner,
                 )
                 owner.binding.let_go()
+                bound = Blocks(twin, owner.binding)
+                bound.bind(blocks)
                 inputs, keywords = fakes.of((args, dict(kwargs)))
                 stack.enter_context(HooklessTensors())
                 stack.enter_context(values)

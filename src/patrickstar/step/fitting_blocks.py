@@ -1,0 +1,74 @@
+"""Forecasts of forwards, with those blocks bound at once that fit: the outermost, else the blocks inside of these, else none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from patrickstar.core.trace import Trace
+from patrickstar.parameters.blocks import Place
+from patrickstar.parameters.changes import UnseenChangeError
+from patrickstar.plan.fit import labels_beyond, worst_moment
+from patrickstar.plan.residency import Residency
+from patrickstar.step.budgets import Budgets, with_retention
+from patrickstar.tracing.offline import Foreseen, OfflineTracer
+
+__all__ = ["FittingBlocks"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittingBlocks:
+    """Makes forecasts of forwards that are new.
+
+    Attributes:
+        places: the outermost blocks that may be bound. start: gives where units are before a forward with this trace.
+        taken_bytes: what of the compute tier's budget the user has taken.
+    """
+
+    tracer: OfflineTracer
+    budgets: Budgets
+    places: tuple[Place, ...]
+    start: Callable[[Trace], Residency]
+    taken_bytes: Callable[[], int] = lambda: 0
+
+    def foresee(
+        self,
+        model: nn.Module,
+        named: Mapping[str, nn.Parameter],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        in_blocks: bool,
+    ) -> tuple[Foreseen, tuple[str, ...]]:
+        """A forecast, as the process sees it, and the paths of the blocks that are bound in it.
+
+        Raises:
+            CannotTrace: there is none. BudgetError: gradients have no room.
+        """
+        places = self.places if in_blocks else ()
+        while True:
+            paths = tuple(place.path for place in places)
+            try:
+                foreseen = self.tracer.foresee(model, named, args, kwargs, blocks=paths)
+            except UnseenChangeError:
+                if not places:
+                    raise
+                places = ()  # only by use it shows which operation changes what
+                continue
+            foreseen = replace(foreseen, trace=with_retention(foreseen.trace, self.budgets))
+            beyond = self._beyond(foreseen.trace) if places else set()
+            smaller = tuple(inner for place in places for inner in place.without(beyond))
+            if smaller == places:
+                return foreseen, paths
+            places = smaller
+
+    def _beyond(self, trace: Trace) -> set[str]:
+        """The labels of moments for which there is no room."""
+        start = self.start(trace)
+        need = worst_moment(trace, start=start, trained=torch.is_grad_enabled())
+        machine = self.budgets.machine_for(need.nbytes, taken_bytes=self.taken_bytes())
+        return labels_beyond(trace, machine.budget[machine.compute], start=start)
