@@ -45,7 +45,7 @@ class Stats:
     """Bytes of model states per parameter."""
 
     binding: str
-    """How parameters have their bytes: "whole", ordinary ones for the whole session, or "by use" and why."""
+    """How parameters have their bytes: "whole", ordinary ones for the whole session; else in how many blocks, or "by use", and why."""
 
     def __str__(self) -> str:
         """A table of peaks and transfers by tier, and lines about model states, steps and seconds."""
@@ -96,6 +96,13 @@ def gather_stats(parts: Parts) -> Stats:
         reactive_steps=counts.reactive,
         reason=counts.reason,
         seconds={**parts.events.seconds, "step": training.updates.seconds if training is not None else 0.0},
-        binding=f"by use: {parts.whole.why}" if parts.whole.why else "whole",
+        binding=_binding(parts),
         bytes_per_parameter=sum(model_data.values()) / max(1, parts.layout.model_numel),
     )
+
+
+def _binding(parts: Parts) -> str:
+    if not parts.whole.why:
+        return "whole"
+    blocks = len(parts.stretches.blocks.bound)
+    return f"{f'{blocks} blocks, the rest ' if blocks else ''}by use: {parts.whole.why}"

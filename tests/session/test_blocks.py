@@ -1,0 +1,448 @@
+"""While a block runs its parameters are ordinary ones: what PyTorch can do inside of a block it does under a budget, with the same bits."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+from torch.nn.utils.parametrize import register_parametrization
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import patrickstar
+from patrickstar import StateError
+from tests.session.builders import adamw
+
+pytestmark = pytest.mark.blocks
+
+WIDTH = 32
+MOVING = {"device": "emulated", "device_memory": "192KiB", "options": patrickstar.Options(chunk_size=2048, poison=True)}
+"""Room for some blocks, each of which takes 17 KiB of weights; all model states take 400 KiB."""
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x + self.scale * self.down(nn.functional.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    """Blocks in a list, between two layers that no block owns."""
+
+    def __init__(self, block=Block, layers=6):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(block() for _ in range(layers))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).square().mean()
+
+
+def build(block=Block, model=Model, **given):
+    torch.manual_seed(0)
+    return model(block, **given)
+
+
+def batch(number=0, rows=4):
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def step(model, optimizer, number=0, rows=4):
+    loss = model(batch(number, rows))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def train_both(plain, model, steps=4, **machine):
+    """Trains a model under management, and the same one without; fails where a bit differs. Gives the statistics at the end."""
+    optimizer = adamw(plain)
+    with patrickstar.manage(model, adamw(model), **{**MOVING, **machine}) as session:
+        for number in range(steps):
+            assert torch.equal(step(plain, optimizer, number), step(model, session.optimizer, number)), number
+        stats = session.stats()
+    for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    return stats
+
+
+class Seen(Block):
+    """Notes what its parameters are while it runs."""
+
+    seen: list = []
+
+    def forward(self, x):
+        self.seen.append([(type(p), bool(p.isfinite().all())) for p in self.parameters()])
+        return super().forward(x)
+
+
+def test_parameters_are_ordinary_while_a_block_runs_and_placeholders_in_between():
+    Seen.seen.clear()
+    model = build(Seen)
+    with patrickstar.manage(model, adamw(model), **MOVING) as session:
+        step(model, session.optimizer)
+        real = [entry for entry in Seen.seen if all(type_ is nn.Parameter for type_, _ in entry)]
+        assert len(real) == 6
+        assert all(is_finite for entry in real for _, is_finite in entry)
+        assert not any(type(parameter) is nn.Parameter for parameter in model.parameters())
+        stats = session.stats()
+        assert stats.binding.startswith("6 blocks, the rest by use: ")
+        assert (stats.planned_steps, stats.reactive_steps) == (1, 0)
+        assert stats.moved["H>D"]
+        assert [moment.label for moment in session.trace.moments if moment.phase == "forward"] == [
+            "first.weight",
+            *(f"blocks.{number}.scale" for number in range(6)),
+            "last.weight",
+        ]
+    assert type(model.blocks[0]) is Seen
+
+
+class Waves(Block):
+    """Its weight is used as complex numbers."""
+
+    def forward(self, x):
+        spectrum = torch.fft.rfft(self.up(x)) * torch.view_as_complex(self.down.weight.view(-1)[:66].view(33, 2)).conj()
+        return x + torch.fft.irfft(spectrum, n=2 * WIDTH)[:, :WIDTH] * self.scale
+
+
+class Ragged(Block):
+    """Makes a jagged tensor of its input, whose operations switch the classes of parameters off."""
+
+    def forward(self, x):
+        ragged = torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged)
+        return super().forward(nn.functional.linear(ragged, self.up.weight).values()[:, :WIDTH])
+
+
+class Checkpointed(Block):
+    def __init__(self, *, use_reentrant):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def inside(self, x):
+        return self.down(nn.functional.gelu(self.up(x)))
+
+    def forward(self, x):
+        return x + self.scale * checkpoint(self.inside, x, use_reentrant=self.use_reentrant)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
+class Fused(torch.autograd.Function):
+    """Keeps a weight outside of what autograd saves."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient @ ctx.weight, gradient.T @ gradient[:, :WIDTH]
+
+
+class Keeping(Block):
+    def forward(self, x):
+        return x + self.scale * self.down(Fused.apply(x, self.up.weight))
+
+
+class Clamped(Block):
+    """Changes its weights in place."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.up.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Repointed(Block):
+    """Gives a weight other memory."""
+
+    def forward(self, x):
+        self.scale.data = self.scale.data * 0.99
+        return super().forward(x)
+
+
+class Saved(Block):
+    def forward(self, x):
+        with torch.autograd.graph.save_on_cpu():
+            return super().forward(x)
+
+
+class Detached(Block):
+    def forward(self, x):
+        return x + nn.functional.linear(super().forward(x), self.up.weight.detach()[:WIDTH])
+
+
+class Sampled(Block):
+    """Transforms with `vmap` in its forward."""
+
+    def forward(self, x):
+        return x + torch.vmap(lambda row: self.scale * self.down(nn.functional.gelu(self.up(row))))(x)
+
+
+class ReadsItsGradient(Block):
+    """Reads its gradient, which is there where they add up."""
+
+    def forward(self, x):
+        had = self.scale.grad
+        return super().forward(x) * (1.0 if had is None else 1.0 + had.sum().detach())
+
+
+BLOCKS = {
+    "views as complex": Waves,
+    "jagged tensors": Ragged,
+    "checkpointed inside": lambda: Checkpointed(use_reentrant=False),
+    "checkpointed inside, re-entrant": lambda: Checkpointed(use_reentrant=True),
+    "a function that keeps its weight": Keeping,
+    "changes in place": Clamped,
+    "other memory": Repointed,
+    "saved on the cpu": Saved,
+    "a detached weight": Detached,
+    "vmap": Sampled,
+    "parametrized": lambda: changed(lambda block: register_parametrization(block.up, "weight", Doubled())),
+    "spectral norm": lambda: changed(lambda block: parametrizations.spectral_norm(block.up)),
+    "weight norm": lambda: changed(lambda block: parametrizations.weight_norm(block.up)),
+    "the old spectral norm": lambda: changed(lambda block: spectral_norm(block.up)),
+    "the old weight norm": lambda: changed(lambda block: weight_norm(block.up)),
+    "pruned": lambda: changed(lambda block: prune.l1_unstructured(block.up, "weight", 0.5)),
+}
+
+
+def changed(change):
+    block = Block()
+    change(block)
+    return block
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_what_torch_does_inside_of_a_block_has_the_same_bits(kind):
+    stats = train_both(build(BLOCKS[kind]), build(BLOCKS[kind]))
+    assert stats.binding.startswith("6 blocks, the rest by use: ")
+    assert stats.moved["H>D"]
+
+
+@pytest.mark.parametrize("step", ["deferred", "in_backward"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_blocks_that_are_computed_again_have_the_same_bits(use_reentrant, step):
+    class Outside(Model):
+        def forward(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=use_reentrant)
+            return self.last(x).square().mean()
+
+    stats = train_both(build(model=Outside), build(model=Outside), step=step)
+    assert (stats.planned_steps, stats.reactive_steps) == (4, 0)
+
+
+def test_gradients_add_up_and_can_be_read_in_a_block():
+    plain, model = build(ReadsItsGradient), build(ReadsItsGradient)
+    optimizer = adamw(plain)
+    with patrickstar.manage(model, adamw(model), **MOVING) as session:
+        for _ in range(2):
+            for number in range(3):
+                losses = [each(batch(number)) for each in (plain, model)]
+                assert torch.equal(*losses)
+                for loss in losses:
+                    loss.backward()
+            for each in (optimizer, session.optimizer):
+                each.step()
+                each.zero_grad()
+
+
+def test_layers_that_are_dropped_called_twice_or_shared_have_the_same_bits():
+    class Odd(Model):
+        def __init__(self, *given, **named):
+            super().__init__(*given, **named)
+            self.blocks[4] = self.blocks[1]
+            self.steps = 0
+
+        def forward(self, x):
+            x = self.first(x)
+            for number, block in enumerate(self.blocks):
+                if number != 2 or self.steps % 2:
+                    x = block(x)
+                if number == 3:
+                    x = block(x)
+            self.steps += 1
+            return self.last(x).square().mean()
+
+    train_both(build(model=Odd), build(model=Odd))
+
+
+def test_hooks_of_users_see_ordinary_parameters_and_are_called_as_often():
+    counts = []
+    for managed in (False, True):
+        model, seen = build(), []
+        block = model.blocks[2]
+        block.register_forward_pre_hook(lambda module, _: seen.append(float(module.scale.sum())))
+        block.register_forward_hook(lambda module, *_: seen.append(float(module.up.weight.sum())))
+        block.register_full_backward_hook(lambda *_: seen.append(3.0))
+        block.up.weight.register_hook(lambda gradient: seen.append(float(gradient.sum())))
+        block.scale.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.sum())))
+        optimizer = adamw(model)
+        if managed:
+            with patrickstar.manage(model, optimizer, **MOVING) as session:
+                for number in range(3):
+                    model(batch(number)).backward()
+                    model(batch(number)).backward()
+                    step(model, session.optimizer, number)
+        else:
+            for number in range(3):
+                model(batch(number)).backward()
+                model(batch(number)).backward()
+                step(model, optimizer, number)
+        counts.append(seen)
+    assert counts[0] == counts[1]
+
+
+def test_operations_are_counted_once():
+    counts = []
+    for managed in (False, True):
+        model = build()
+        session = patrickstar.manage(model, adamw(model), **MOVING) if managed else None
+        with FlopCounterMode(display=False) as counter:
+            model(batch()).backward()
+        counts.append(counter.get_total_flops())
+        if session is not None:
+            session.close()
+    assert counts[0] == counts[1]
+
+
+def test_copies_taken_in_the_middle_of_training_have_ordinary_parameters():
+    model = build()
+    with patrickstar.manage(model, adamw(model), **MOVING) as session:
+        step(model, session.optimizer)
+        copied = copy.deepcopy(model)
+        assert type(copied.blocks[0]) is Block
+        assert torch.equal(copied(batch(1)), model(batch(1)))
+    assert all(type(parameter) is nn.Parameter for parameter in copied.parameters())
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_in_a_block_leaves_the_session_usable(where):
+    class Failing(Block):
+        fails = False
+
+        def forward(self, x):
+            x = super().forward(x)
+            if Failing.fails and where == "forward":
+                raise KeyboardInterrupt
+            if Failing.fails and x.requires_grad:
+                x.register_hook(self.fail)
+            return x
+
+        @staticmethod
+        def fail(_):
+            raise KeyboardInterrupt
+
+    plain, model = build(Failing), build(Failing)
+    optimizer = adamw(plain)
+    with patrickstar.manage(model, adamw(model), **MOVING) as session:
+        assert torch.equal(step(plain, optimizer), step(model, session.optimizer))
+        Failing.fails = True
+        with pytest.raises(KeyboardInterrupt):
+            step(model, session.optimizer)
+        Failing.fails = False
+        session.optimizer.zero_grad()
+        assert not any(type(parameter) is nn.Parameter for parameter in model.parameters())
+        for number in range(3):
+            assert torch.equal(step(plain, optimizer, number), step(model, session.optimizer, number))
+        stats = session.stats()
+        assert (stats.planned_steps, stats.reactive_steps) == (4, 0)
+
+
+@pytest.mark.parametrize("step_mode", ["deferred", "in_backward"])
+def test_a_view_that_outlives_its_block_shows_what_its_weight_becomes(step_mode):
+    class Showing(Block):
+        shown: list = []
+
+        def forward(self, x):
+            self.shown.append(self.up.weight.detach()[1])
+            return super().forward(x)
+
+    plain, model = build(Showing, layers=2), build(Showing, layers=2)
+    optimizer = adamw(plain)
+    with patrickstar.manage(model, adamw(model), step=step_mode, **MOVING) as session:
+        Showing.shown = theirs = []
+        step(plain, optimizer)
+        Showing.shown = ours = []
+        step(model, session.optimizer)
+        found = [view.clone() for view in ours if view.isfinite().all()]
+        assert len(theirs) == 2
+        assert all(torch.equal(one, other) for one, other in zip(theirs, found[-2:], strict=True))
+
+
+def test_blocks_that_do_not_fit_are_bound_by_what_is_inside_of_them_or_by_use():
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.Sequential(*(Block() for _ in range(3)))
+
+        def forward(self, x):
+            return self.parts(x)
+
+    bindings = []
+    for memory in ("400KiB", "150KiB", "88KiB"):
+        given = {"device": "emulated", "device_memory": memory, "options": patrickstar.Options(chunk_size=1024)}
+        stats = train_both(build(Nested, layers=2), build(Nested, layers=2), **given)
+        bindings.append(stats.binding.partition(":")[0])
+    assert bindings == ["2 blocks, the rest by use", "6 blocks, the rest by use", "by use"]
+
+
+def test_blocks_of_two_threads_do_not_meet():
+    model, results = build(), {}
+    want = build()
+    with patrickstar.manage(model, adamw(model), **MOVING):
+
+        def run(number):
+            with torch.no_grad():
+                results[number] = model.blocks[number](batch(number))
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert all(torch.equal(results[number], want.blocks[number](batch(number))) for number in range(4))
+
+
+def test_a_forecast_is_the_plan():
+    from patrickstar.session.forecast import forecast
+
+    class Loss(Model):
+        def forward(self, x):
+            return {"loss": super().forward(x)}
+
+    model = build(model=Loss)
+    found = forecast(model, {"x": batch()}, **MOVING)
+    with patrickstar.manage(model, adamw(model), **MOVING) as session:
+        for number in range(3):
+            model(x=batch(number))["loss"].backward()
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+        assert session.trace == found.traces[0]
+        assert session.stats().peak["device"] == found.peak["device"]
+
+
+def test_a_transform_over_blocks_is_refused_before_the_first():
+    model = build()
+    with patrickstar.manage(model, adamw(model), **MOVING), pytest.raises(StateError, match="transform of torch.func"):
+        torch.func.grad(lambda x: model(x))(batch())
+    assert not any(block.calls for block in model.blocks)
