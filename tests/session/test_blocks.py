@@ -2,10 +2,12 @@
 
 import copy
 import threading
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
@@ -81,10 +83,10 @@ def train_both(plain, model, steps=4, **machine):
 class Seen(Block):
     """Notes what its parameters are while it runs."""
 
-    seen: list = []
+    seen: ClassVar = []
 
     def forward(self, x):
-        self.seen.append([(type(p), bool(p.isfinite().all())) for p in self.parameters()])
+        self.seen.append([(type(p), p.detach().clone()) for p in self.parameters()])
         return super().forward(x)
 
 
@@ -93,9 +95,9 @@ def test_parameters_are_ordinary_while_a_block_runs_and_placeholders_in_between(
     model = build(Seen)
     with patrickstar.manage(model, adamw(model), **MOVING) as session:
         step(model, session.optimizer)
-        real = [entry for entry in Seen.seen if all(type_ is nn.Parameter for type_, _ in entry)]
+        real = [entry for entry in Seen.seen if all(kind is nn.Parameter for kind, _ in entry)]
         assert len(real) == 6
-        assert all(is_finite for entry in real for _, is_finite in entry)
+        assert all(value.isfinite().all() for entry in real for _, value in entry)
         assert not any(type(parameter) is nn.Parameter for parameter in model.parameters())
         stats = session.stats()
         assert stats.binding.startswith("6 blocks, the rest by use: ")
@@ -210,7 +212,6 @@ BLOCKS = {
     "checkpointed inside, re-entrant": lambda: Checkpointed(use_reentrant=True),
     "a function that keeps its weight": Keeping,
     "changes in place": Clamped,
-    "other memory": Repointed,
     "saved on the cpu": Saved,
     "a detached weight": Detached,
     "vmap": Sampled,
@@ -235,6 +236,11 @@ def test_what_torch_does_inside_of_a_block_has_the_same_bits(kind):
     stats = train_both(build(BLOCKS[kind]), build(BLOCKS[kind]))
     assert stats.binding.startswith("6 blocks, the rest by use: ")
     assert stats.moved["H>D"]
+
+
+def test_a_model_whose_blocks_do_what_only_uses_show_is_bound_by_use():
+    stats = train_both(build(Repointed), build(Repointed))
+    assert stats.binding.startswith("by use: ")
 
 
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
@@ -291,8 +297,8 @@ def test_hooks_of_users_see_ordinary_parameters_and_are_called_as_often():
     for managed in (False, True):
         model, seen = build(), []
         block = model.blocks[2]
-        block.register_forward_pre_hook(lambda module, _: seen.append(float(module.scale.sum())))
-        block.register_forward_hook(lambda module, *_: seen.append(float(module.up.weight.sum())))
+        block.register_forward_pre_hook(lambda module, _: seen.append(float(module.scale.detach().sum())))
+        block.register_forward_hook(lambda module, *_: seen.append(float(module.up.weight.detach().sum())))
         block.register_full_backward_hook(lambda *_: seen.append(3.0))
         block.up.weight.register_hook(lambda gradient: seen.append(float(gradient.sum())))
         block.scale.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.sum())))
@@ -365,13 +371,16 @@ def test_an_exception_in_a_block_leaves_the_session_usable(where):
         for number in range(3):
             assert torch.equal(step(plain, optimizer, number), step(model, session.optimizer, number))
         stats = session.stats()
-        assert (stats.planned_steps, stats.reactive_steps) == (4, 0)
+        assert (stats.steps, stats.reactive_steps) == (
+            4,
+            where == "backward",
+        )  # gradients are dropped in the middle of that
 
 
 @pytest.mark.parametrize("step_mode", ["deferred", "in_backward"])
 def test_a_view_that_outlives_its_block_shows_what_its_weight_becomes(step_mode):
     class Showing(Block):
-        shown: list = []
+        shown: ClassVar = []
 
         def forward(self, x):
             self.shown.append(self.up.weight.detach()[1])
@@ -384,7 +393,7 @@ def test_a_view_that_outlives_its_block_shows_what_its_weight_becomes(step_mode)
         step(plain, optimizer)
         Showing.shown = ours = []
         step(model, session.optimizer)
-        found = [view.clone() for view in ours if view.isfinite().all()]
+        found = [view.clone() for view in ours if not isinstance(view, FakeTensor)]
         assert len(theirs) == 2
         assert all(torch.equal(one, other) for one, other in zip(theirs, found[-2:], strict=True))
 
@@ -399,7 +408,7 @@ def test_blocks_that_do_not_fit_are_bound_by_what_is_inside_of_them_or_by_use():
             return self.parts(x)
 
     bindings = []
-    for memory in ("400KiB", "150KiB", "88KiB"):
+    for memory in ("120KiB", "60KiB", "40KiB"):
         given = {"device": "emulated", "device_memory": memory, "options": patrickstar.Options(chunk_size=1024)}
         stats = train_both(build(Nested, layers=2), build(Nested, layers=2), **given)
         bindings.append(stats.binding.partition(":")[0])
@@ -431,8 +440,9 @@ def test_a_forecast_is_the_plan():
             return {"loss": super().forward(x)}
 
     model = build(model=Loss)
-    found = forecast(model, {"x": batch()}, **MOVING)
-    with patrickstar.manage(model, adamw(model), **MOVING) as session:
+    machine = {**MOVING, "device_memory": "300KiB"}
+    found = forecast(model, {"x": batch()}, **machine)
+    with patrickstar.manage(model, adamw(model), **machine) as session:
         for number in range(3):
             model(x=batch(number))["loss"].backward()
             session.optimizer.step()

@@ -90,7 +90,8 @@ class Binding:
         by_name: records of the parameters. records: records of parameters and tiles. names: of the parameters, by `id()`.
         access: gives parameters their bytes.
         gradients: what `.grad` of a parameter is. assembled: what stands for gradients and for the optimizer's state in chunks.
-        saved: packs what autograd saves. changes: what uses change in place. whole: the parameters, while they keep their bytes, as `is_whole` says. owner: as given.
+        changes: what uses change in place. saved: packs what autograd saves.
+        whole: the parameters, while they keep their bytes, as `is_whole` says. owner: as given.
         device: where parameters are used, as given.
     """
 
@@ -164,13 +165,17 @@ class Binding:
                 bound.parameter.__class__ = nn.Parameter
             self.whole.take()
 
-    def make_ordinary(self, bound: BoundParameter) -> None:
-        """Gives a parameter the plain class, which an operation does not ask for it."""
-        bound.parameter.__class__ = self._plain_class
+    def make_ordinary(self, records: Sequence[BoundParameter]) -> None:
+        """Gives parameters the plain class, which no operation asks for them, and their gradients."""
+        for bound in records:
+            bound.parameter.__class__ = self._plain_class
+        self.gradients.show(records)
 
-    def make_managed(self, bound: BoundParameter) -> None:
-        """Gives a parameter the class of one that is bound by use again."""
-        bound.parameter.__class__ = self._parameter_class
+    def make_managed(self, records: Sequence[BoundParameter]) -> None:
+        """Gives parameters the class of those that are bound by use again."""
+        self.gradients.hide(records)
+        for bound in records:
+            bound.parameter.__class__ = self._parameter_class
 
     def release(self, data_of: Callable[[BoundParameter], Tensor | None]) -> None:
         """Turns every parameter into an ordinary one again, with the data given; where that is None, the parameter stays a stand-in."""

@@ -6,15 +6,15 @@ Note [Blocks]
     bound by use (Note [Binding] in `binding.py`), and so is whatever no block owns.
     Hooks of saved tensors are on while a block runs: what lies in a slot is packed as where it lies (Note [Saved tensors] in `saved.py`).
     Its backward begins with the backward of an output that the block has made, or with its recomputation where it ran without a graph. From
-    then on its units are held, and what autograd unpacks is there: one moment again. That ends when all its gradients have come, when another block
-    begins, or with the backward. Nothing depends on it: what is unpacked elsewhere is fetched by itself.
+    then on its parameters have their bytes, and what autograd unpacks is there: one moment again. Each is let go of when its gradient has come, and
+    all of them when another block begins, or with the backward. Nothing depends on it: what is unpacked elsewhere is fetched by itself.
     Which blocks are bound is decided for each kind of forward, before it runs: the outermost whose moments fit, else those inside of them, else none.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,16 +24,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from patrickstar.core.planes import WEIGHT
 from patrickstar.core.trace import Touch
-from patrickstar.errors import BudgetError
+from patrickstar.errors import BudgetError, StateError
 from patrickstar.hooks import Watched, watch_calls
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.torch_private import Plain, at_end_of_backward, backward_id, next_sequence_number
 
-__all__ = ["Blocks", "Place", "places_in"]
+__all__ = ["Blocks", "NotInBlocksError", "Place", "places_in"]
 
 _Result = TypeVar("_Result")
+Tell = Callable[[str, Sequence[Touch]], None]
 
 FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 """Modules with a path that torch takes only where parameters are of no subclass, and that computes other bits."""
@@ -76,12 +78,15 @@ def _places_in(module: nn.Module, prefix: str, names: Mapping[int, str]) -> Iter
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """A module that is watched. `records`: of its parameters; `touches`: their units."""
+    """A module that is watched. `records`: of its parameters."""
 
     path: str
     module: nn.Module
     records: tuple[BoundParameter, ...]
-    touches: tuple[Touch, ...]
+
+
+class NotInBlocksError(StateError):
+    """A block does something that can be followed only where parameters are bound by use."""
 
 
 class Blocks:
@@ -100,8 +105,7 @@ class Blocks:
         self._watched: list[Watched] = []
         self._ordinary: dict[BoundParameter, int] = {}  # how many calls have made it so
         self._opened: Block | None = None  # in a backward
-        self._to_come: set[str] = set()  # gradients of that
-        binding.gradients.arrived = partial(Blocks._arrived, weakref.proxy(self))
+        binding.gradients.arrives = partial(Blocks._arrives, weakref.proxy(self))
 
     def watch(self) -> None:
         """Watches modules that torch computes otherwise where parameters are of a subclass, from now on: these are bound by use."""
@@ -112,7 +116,9 @@ class Blocks:
         """Has these modules be the blocks from now on; whatever a backward has left open is closed."""
         self.close()
         self.bound = frozenset(paths)
-        self._watch([(path, self._model.get_submodule(path)) for path in self.bound])
+        modules = [(path, self._model.get_submodule(path)) for path in self.bound]
+        self._watch(modules)
+        self._access.in_blocks = {id(parameter) for _, module in modules for parameter in module.parameters()}
 
     def _watch(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         new = []
@@ -122,11 +128,15 @@ class Blocks:
                 owner = next(module.get_submodule("layers").children(), module) if _is_container(module) else module
                 found = (self._binding.bound(parameter) for parameter in owner.parameters())
                 records = tuple(bound for bound in found if bound is not None)
-                touches = tuple(sorted({touch for bound in records for touch in bound.touches}))
-                self._blocks[id(module)] = Block(path, module, records, touches)
+                self._blocks[id(module)] = Block(path, module, records)
                 new.append(module)
-        for method in ("forward", "_call_impl"):  # torch looks for hooks of the former; of the others, hooks belong to the call
-            kinds = [module for module in new if isinstance(module, (*FUSED, nn.TransformerEncoder)) == (method == "forward")]
+        for method in (
+            "forward",
+            "_call_impl",
+        ):  # torch looks for hooks of the former; of the others, hooks belong to the call
+            kinds = [
+                module for module in new if isinstance(module, (*FUSED, nn.TransformerEncoder)) == (method == "forward")
+            ]
             self._watched.append(watch_calls(kinds, self, method))
 
     def remove(self) -> None:
@@ -149,13 +159,14 @@ class Blocks:
         try:
             if recomputes:
                 self._open(block, self._access.owner.use)
-            self._enter(block, is_there=recomputes)
+            self._enter(block, _is_there if recomputes else None)
         except BudgetError:
             if block.path not in self.bound:
                 raise
             return run()  # there is no room for all at once: by use
         changes = self._binding.changes
         watched = changes.watch_call(type(module).__name__, [bound.parameter for bound in block.records])
+        memory = [bound.tensor().untyped_storage()._cdata for bound in block.records]
         first_node = next_sequence_number()
         try:
             with self._binding.saved.around_use() if torch.is_grad_enabled() else nullcontext():
@@ -166,9 +177,19 @@ class Blocks:
             with Plain():
                 try:
                     if not _is_container(module):
+                        self._expect_same(block, memory)
                         changes.tell(watched)
                 finally:
                     self._leave(block)
+
+    def _expect_same(self, block: Block, memory: Sequence[int]) -> None:
+        """Raises NotInBlocksError where a parameter has other memory than before, or the block other parameters."""
+        for bound, before in zip(block.records, memory, strict=True):
+            if bound.tensor().untyped_storage()._cdata != before:
+                raise NotInBlocksError(
+                    f"{block.path}: its forward gives {bound.name}.data other memory, which the session does not see. Copy into it, "
+                    f"{bound.name}.data.copy_(value)"
+                )
 
     def _is_ordinary_in(self, block: Block) -> bool:
         """Tells whether a call of a block that begins now has ordinary parameters."""
@@ -179,21 +200,19 @@ class Blocks:
         trains = torch.is_grad_enabled() and any(bound.parameter.requires_grad for bound in block.records)
         return not (block.module.training or trains)
 
-    def _enter(self, block: Block, *, is_there: bool) -> None:
+    def _enter(self, block: Block, tell: Tell | None) -> None:
         with self._access.lock, Plain():
             if not _is_container(block.module):
-                self._access.enter(block.records, is_there=is_there)
+                self._access.enter(block.records, tell)
             for bound in block.records:
                 self._ordinary[bound] = self._ordinary.get(bound, 0) + 1
-                self._binding.make_ordinary(bound)
+            self._binding.make_ordinary([bound for bound in block.records if self._ordinary[bound] == 1])
 
     def _leave(self, block: Block) -> None:
         with self._access.lock, Plain():
             for bound in block.records:
                 self._ordinary[bound] -= 1
-                if not self._ordinary[bound]:
-                    del self._ordinary[bound]
-                    self._binding.make_managed(bound)
+            self._binding.make_managed([bound for bound in block.records if not self._ordinary[bound]])
             if not _is_container(block.module):
                 self._access.leave(block.records)
 
@@ -214,28 +233,39 @@ class Blocks:
             except BudgetError:
                 return  # there is no room for all at once: each is fetched where it is needed
 
-    def _open(self, block: Block, tell: Callable[[str, tuple[Touch, ...]], None]) -> None:
+    def _open(self, block: Block, tell: Tell) -> None:
         if self._opened is block:
             return
-        access = self._access
-        with access.lock, Plain():
+        with self._access.lock, Plain():
             self.close()
-            tell(block.records[0].name, block.touches)
-            access.open.update((touch.ref, access.leases.take(touch.ref)) for touch in block.touches)
+            self._access.enter(block.records, tell)
             self._opened = block
-            self._to_come = {bound.name for bound in block.records if bound.parameter.requires_grad}
+            self._access.open.update(block.records)
         at_end_of_backward(self.close)
 
-    def _arrived(self, bound: BoundParameter) -> None:
-        """Notes that a gradient has come."""
-        self._to_come.discard(bound.name)
-        if self._opened is not None and not self._to_come:
-            self.close()
+    def _arrives(self, bound: BoundParameter) -> None:
+        """Takes its bytes from a parameter of the open block whose gradient has come: they are not needed again, and may be updated."""
+        if bound in self._access.open:
+            self._access.open.discard(bound)
+            self._access.leave([bound])
+            if not any(left.parameter.requires_grad for left in self._access.open):
+                self.close()
+
+    def are_held(self) -> bool:
+        """Tells whether there are blocks, and something holds weights: perhaps a view of one that has outlived its block."""
+        return bool(self.bound) and any(ref.plane == WEIGHT for ref in self._access.leases.held())
 
     def close(self) -> None:
-        """Closes the block that a backward has opened, if there is one: its units may move."""
-        self._opened = None
-        self._access.open.clear()
+        """Closes the block that a backward has opened, if there is one."""
+        if self._opened is not None:
+            self._opened = None
+            with self._access.lock, Plain():
+                self._access.leave(list(self._access.open))
+            self._access.open.clear()
+
+
+def _is_there(label: str, touches: Sequence[Touch]) -> None:
+    """Fetches nothing."""
 
 
 def _backward_begins(blocks: weakref.ref[Blocks], block: Block, *_: Any) -> None:

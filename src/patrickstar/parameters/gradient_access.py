@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -35,7 +35,7 @@ class GradientAccess:
         assembled: what stands for gradients in chunks. use: where gradients go. bound: the records of parameters and tiles, by `id()`.
 
     Attributes:
-        arrived: is told of each gradient that has come.
+        arrives: is told of each gradient before the owner is.
         own: the parameters whose gradient is the user's own, by name. stay: True where gradients stay the tensors that autograd made.
     """
 
@@ -51,8 +51,9 @@ class GradientAccess:
 
         self._hooks: dict[BoundParameter, RemovableHandle] = {}
         self.stay = False
+        self._shown: dict[BoundParameter, Tensor | None] = {}
         self.own: set[str] = set()
-        self.arrived: Callable[[BoundParameter], None] = lambda _: None
+        self.arrives: Callable[[BoundParameter], None] = lambda _: None
 
     def stay_put(self) -> None:
         """Leaves all gradients where autograd makes them from now on."""
@@ -92,6 +93,7 @@ class GradientAccess:
         with self._access.lock, Plain():
             bound = self._bound[id(parameter)]
             gradient = parameter.grad
+            self.arrives(bound)
             if gradient is not None and self.stay:
                 self._owner.gradient(bound.name, gradient)
             elif gradient is not None and bound.owner not in self.own:
@@ -102,7 +104,6 @@ class GradientAccess:
                 own = self._by_name[bound.owner].parameter.grad
                 assert own is not None, f"{bound.owner} has no gradient of the user's own"
                 bound.of(own.detach()).add_(gradient)
-            self.arrived(bound)
 
     def get(self, bound: BoundParameter) -> Tensor | None:
         """The value of `p.grad`."""
@@ -138,6 +139,27 @@ class GradientAccess:
         else:
             self._access.undress(value)
             self.own.add(bound.name)
+
+    def show(self, records: Sequence[BoundParameter]) -> None:
+        """Has `p.grad` of parameters that are ordinary ones for a while be what it is otherwise."""
+        if self._owner.has_gradients():
+            for bound in records:
+                gradient = self.get(bound)
+                if gradient is not bound.parameter.grad:
+                    self._shown[bound] = bound.parameter.grad = gradient
+
+    def hide(self, records: Sequence[BoundParameter]) -> None:
+        """Ends that. What was assigned meanwhile is the user's own."""
+        for bound in records:
+            gradient = bound.parameter.grad
+            if self._shown or gradient is not None:
+                shown = self._shown.pop(bound, None)
+                own = gradient if shown is None and bound.name in self.own else None
+                if gradient is not (own if shown is None else shown):
+                    bound.parameter.grad = None
+                    self.set(bound, gradient)
+                elif shown is not None:
+                    bound.parameter.grad = None
 
     def is_not_own(self, name: str) -> None:
         """Notes that the user has let go of a parameter's own gradient: the next one goes to the owner again, if that keeps gradients."""

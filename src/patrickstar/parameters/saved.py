@@ -38,7 +38,7 @@ from patrickstar.torch_private import (
     transform_level,
 )
 
-__all__ = ["SavedSlice", "SavedTensors"]
+__all__ = ["SavedSlice", "SavedTensors", "WeightChangedError"]
 
 
 class SavedSlice(NamedTuple):
@@ -163,10 +163,11 @@ class SavedTensors:
                     return SavedUnderneath(packed, underneath[1])
                 return SavedSliceUnderneath(saved, underneath[1])
             if saved is not None and underneath is not None and is_recomputed:
-                # It counts what is saved, and stops when all of it is there again. Kept by it, an alias would hold its slot.
-                nothing = torch.as_strided(self.standin(saved.owner), tensor.shape, [0] * tensor.dim())
-                is_alike = nothing.dtype is tensor.dtype
-                return SavedSliceRecomputed(saved, underneath[0](nothing if is_alike else tensor), underneath[1])
+                # It counts what is saved, and stops when all of it is there again. Kept by it, an alias would hold its slot. Where the forward
+                # ran in a block, it has seen weights as they are, and gives back what it sees again.
+                if saved.owner.dtype is tensor.dtype and id(saved.owner) not in self.access.in_blocks:
+                    tensor = torch.as_strided(self.standin(saved.owner), tensor.shape, [0] * tensor.dim())
+                return SavedSliceRecomputed(saved, underneath[0](tensor), underneath[1])
             if saved is not None:
                 return saved
             if type(tensor) is not torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ class WeightAccess:
     Attributes:
         records, owner, leases: as given. lock: held while bytes are given and taken.
         held: how many uses and module calls hold a parameter now, of those that are held.
-        open: units that are held for the backward of a block, as 1-D tensors.
+        open: parameters that a block's backward holds.
+        in_blocks: parameters of blocks, by `id()`.
         recomputed: versions of parameters, by `id()`, at which a recomputation of a forward, in backward, has left them.
     """
 
@@ -54,7 +55,8 @@ class WeightAccess:
         self._base = base
         self.lock = threading.RLock()
         self.held: dict[BoundParameter, int] = {}
-        self.open: dict[PlaneRef, Tensor] = {}
+        self.open: set[BoundParameter] = set()
+        self.in_blocks: set[int] = set()
         self.recomputed: dict[int, int] = {}
         self._in_unit: dict[PlaneRef, tuple[list[int], list[BoundParameter]]] = {}  # by rising offset, in bytes
         in_units = [bound for bound in records.values() if not bound.tiles]
@@ -63,8 +65,10 @@ class WeightAccess:
             starts.append(bound.offset * bound.shape_only.element_size())
             owners.append(bound)
 
-    def enter(self, found: Sequence[BoundParameter], *, is_there: bool = False) -> None:
-        """Gives parameters bytes. Each `enter` has one `leave`. `is_there`: whether their units are held already."""
+    def enter(
+        self, found: Sequence[BoundParameter], tell: Callable[[str, Sequence[Touch]], None] | None = None
+    ) -> None:
+        """Gives parameters bytes. Each `enter` has one `leave`. `tell`: has their units fetched; None: as for a use, which is counted."""
         if not found:
             return
         if transform_level() is not None:
@@ -73,10 +77,9 @@ class WeightAccess:
             touches = found[0].touches
             if len(found) > 1:
                 touches = tuple(sorted({touch for bound in found for touch in bound.touches}))
-            if not is_there:
-                if backward_id() == -1:  # else it is part of a recomputation
-                    self._count(found)
-                self.owner.use(found[0].name, touches)
+            if tell is None and backward_id() == -1:  # else it is part of a recomputation
+                self._count(found)
+            (tell or self.owner.use)(found[0].name, touches)
             units = [self.leases.take(touch.ref) for touch in touches]  # none may leave while copies are made
             leased = {bound.key: self.lease(bound.key) for bound in found}
             del units
@@ -157,7 +160,7 @@ class WeightAccess:
             first = self.parameters_in(key)[0]
             units = []
             for ref in first.refs:
-                if ref not in self.open:
+                if not any(bound in self.open for bound in self.parameters_in(ref)):
                     self.owner.unpack(first.name, (Touch(ref),))
                 units.append(self.leases.take(ref))
             return units[0] if key == first.ref else self.lease(key)

@@ -98,7 +98,7 @@ def _is_trained(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None
 
 def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, source: Loading | None) -> Session:
     """The session over its parts: hooks on the model, the optimizer in its place, all values in chunks."""
-    model, named, binding, store = parts.model, parts.named, parts.binding, parts.executor.store
+    model, named, store = parts.model, parts.named, parts.executor.store
     with ExitStack() as undo:  # whatever fails, model and optimizer are as before
         root = watch_root(model, parts.events)
         undo.callback(root.remove)

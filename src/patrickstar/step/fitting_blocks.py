@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from patrickstar.core.trace import Trace
-from patrickstar.parameters.blocks import Place
+from patrickstar.core.trace import Moment, Phase, Touch, Trace
+from patrickstar.parameters.blocks import NotInBlocksError, Place
 from patrickstar.parameters.changes import UnseenChangeError
+from patrickstar.parameters.saved import WeightChangedError
 from patrickstar.plan.fit import labels_beyond, worst_moment
 from patrickstar.plan.residency import Residency
 from patrickstar.step.budgets import Budgets, with_retention
@@ -54,16 +55,31 @@ class FittingBlocks:
             paths = tuple(place.path for place in places)
             try:
                 foreseen = self.tracer.foresee(model, named, args, kwargs, blocks=paths)
-            except UnseenChangeError:
+            except (UnseenChangeError, NotInBlocksError, WeightChangedError):
                 if not places:
                     raise
-                places = ()  # only by use it shows which operation changes what
+                places = ()  # only by use it shows which operation does what
                 continue
             foreseen = replace(foreseen, trace=with_retention(foreseen.trace, self.budgets))
             beyond = self._beyond(foreseen.trace) if places else set()
             smaller = tuple(inner for place in places for inner in place.without(beyond))
             if smaller == places:
                 return foreseen, paths
+            places = smaller
+
+    def unseen(self, reserve_bytes: int) -> tuple[str, ...]:
+        """The paths of blocks that are bound in a forward of which there is no forecast, for which so much is left beside each."""
+        places, layout = self.places, self.tracer.layout
+        while True:
+            moments = [
+                Moment(Phase.FORWARD, min(place.names), tuple(touches), nonmodel_bytes=reserve_bytes)
+                for place in places
+                for touches in [[Touch(ref) for name in place.names for ref in layout.weight_units(name)]]
+            ]
+            beyond = self._beyond(Trace(tuple(moments)))
+            smaller = tuple(inner for place in places for inner in place.without(beyond))
+            if smaller == places:
+                return tuple(place.path for place in places)
             places = smaller
 
     def _beyond(self, trace: Trace) -> set[str]:

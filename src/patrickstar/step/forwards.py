@@ -39,7 +39,8 @@ class KnownForwards:
 
     Attributes:
         fitting: makes the forecast of a new kind. late_planes: has room for gradients that must wait. room: whose level rises with what a kind takes.
-        is_whole: tells whether parameters keep their bytes. taken_bytes: what of the compute tier's budget the user has taken.
+        is_whole: tells whether parameters keep their bytes.
+        reserve_bytes: gives what is left to a forward of which nothing is known. taken_bytes: what of the compute tier's budget the user has taken.
     """
 
     fitting: FittingBlocks
@@ -48,6 +49,7 @@ class KnownForwards:
     room: Room
     taken_bytes: Callable[[], int]
     is_whole: Callable[[], bool]
+    reserve_bytes: Callable[[], int]
     kinds: OrderedDict[Signature, KnownForward] = field(default_factory=OrderedDict, init=False)
 
     def expect(
@@ -59,7 +61,8 @@ class KnownForwards:
     ) -> KnownForward:
         """Knowledge of a forward that is about to begin. BudgetError: it does not fit, or its gradients do not."""
         if not can_be_traced((args, kwargs)):
-            unknown = KnownForward(reason=_UNTRACEABLE.format("a fake-tensor trace could change its inputs"))
+            why = _UNTRACEABLE.format("a fake-tensor trace could change its inputs")
+            unknown = KnownForward(reason=why, blocks=self._unseen())
             self._reserve(unknown)
             return unknown
         key = signature(registered.modules, registered.parameters, args, kwargs)
@@ -84,7 +87,7 @@ class KnownForwards:
             in_blocks = not self.is_whole()
             foreseen, known.blocks = self.fitting.foresee(model, named, *inputs, in_blocks=in_blocks)
         except CannotTrace as problem:
-            known.reason = _UNTRACEABLE.format(problem)
+            known.reason, known.blocks = _UNTRACEABLE.format(problem), self._unseen()
             _log.info("no trace for this forward (%s): it runs unplanned once and is measured", problem)
             return
         known.trace = known.offline = foreseen.trace
@@ -92,6 +95,9 @@ class KnownForwards:
         start = self.late_planes.with_room_for(known.trace)
         need = worst_moment(known.trace, start=start, trained=torch.is_grad_enabled())
         expect_room(need, self.budgets.machine_for(need.nbytes, taken_bytes=self.taken_bytes()))
+
+    def _unseen(self) -> tuple[str, ...]:
+        return () if self.is_whole() else self.fitting.unseen(self.reserve_bytes())
 
     def _reserve(self, known: KnownForward) -> None:
         """Makes room for the gradients that a backward of this forward keeps. See Note [Homes of gradients]."""

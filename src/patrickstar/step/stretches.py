@@ -73,7 +73,13 @@ class Stretches:
         self._taken_bytes = taken_bytes
         self._late_planes = late_planes
         self.known = KnownForwards(
-            fitting, budgets, late_planes, executor.room, taken_bytes, is_whole=lambda: not whole.why
+            fitting,
+            budgets,
+            late_planes,
+            executor.room,
+            taken_bytes,
+            is_whole=lambda: not whole.why,
+            reserve_bytes=self._reserve_bytes,
         )
         self.counts = StepCounts()
         self._whole_chunks = whole_chunks

@@ -180,6 +180,8 @@ class DeferredTraining(Training):
             self.updates.do_now(order)
         else:
             self.executor.pending = order
+            if self.stretches.blocks.are_held():
+                self.executor.settle()  # nobody is asked before a view that a block has given away is read
 
     def _step_whole(self, hypers: Mapping[str, Hyper]) -> None:
         """Updates every parameter that has a gradient and is in a group, at once."""

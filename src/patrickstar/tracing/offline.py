@@ -26,10 +26,11 @@ from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.memory.leases import CopyKey, Leases, WeightKey
 from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
-from patrickstar.parameters.blocks import Blocks
+from patrickstar.parameters.blocks import Blocks, NotInBlocksError
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.changes import UnseenChangeError
 from patrickstar.parameters.owner import Owner
+from patrickstar.parameters.saved import WeightChangedError
 from patrickstar.plan.fit import minimum_bytes
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.touches import Touches
@@ -89,6 +90,8 @@ class _Twin(Owner):
         self._making_slot = False
         self._sums = BackwardSums()
         self._backwards: set[int] = set()
+        self.in_blocks = False
+        self._updated: set[str] = set()
 
     def _is_slot(self, tensor: Tensor) -> bool:
         return self._making_slot or self.leases.is_counted(tensor)
@@ -154,6 +157,12 @@ class _Twin(Owner):
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         self._notice_backward()
+        if self.in_blocks and self._touches.updates_at_once(name):  # where uses are not counted
+            assert self.binding is not None
+            if name in self._updated:
+                raise NotInBlocksError(f"the gradient of {name} comes in parts")
+            self._updated.add(name)
+            self.binding.changes.outdate([name])
         if self._touches.adds_up(name, str(gradient.dtype).removeprefix("torch.")):
             self._sums.add(name, gradient)
         else:
@@ -286,6 +295,7 @@ class OfflineTracer:
                 owner.binding.let_go()
                 bound = Blocks(twin, owner.binding)
                 bound.bind(blocks)
+                owner.in_blocks = bool(bound.bound)
                 inputs, keywords = fakes.of((args, dict(kwargs)))
                 stack.enter_context(HooklessTensors())
                 stack.enter_context(values)
@@ -296,7 +306,7 @@ class OfflineTracer:
                 if with_backward:
                     _backward(output, scales=self.scales)
                     del output
-            except (CannotTrace, UnseenChangeError):
+            except (CannotTrace, UnseenChangeError, NotInBlocksError, WeightChangedError):
                 raise
             except Endless as problem:
                 raise CannotTrace(str(problem)) from problem
