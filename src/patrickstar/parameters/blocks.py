@@ -115,7 +115,10 @@ class Blocks:
     def bind(self, paths: Iterable[str]) -> None:
         """Has these modules be the blocks from now on; whatever a backward has left open is closed."""
         self.close()
-        self.bound = frozenset(paths)
+        paths = frozenset(paths)
+        if paths == self.bound:
+            return
+        self.bound = paths
         modules = [(path, self._model.get_submodule(path)) for path in self.bound]
         self._watch(modules)
         self._access.in_blocks = {id(parameter) for _, module in modules for parameter in module.parameters()}
