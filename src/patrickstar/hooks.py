@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any, Final, Protocol
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
+
+from patrickstar.torch_private import is_compiling, uncompiled
 
 __all__ = ["ModuleCalls", "ModuleEvents", "Watched", "watch_calls", "watch_parameters", "watch_root"]
 
@@ -60,7 +64,8 @@ class _Hook:
         self.call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*args, **kwargs)
+        with uncompiled() if is_compiling() else nullcontext():
+            return self.call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return _Hook(_nothing)
@@ -98,7 +103,9 @@ def watch_calls(modules: Iterable[nn.Module], calls: ModuleCalls, method: str) -
             continue
         if kind not in kinds:
             kinds[kind] = _telling(kind, weakref.ref(calls), method)  # weak, as a class is freed late
-        module.__class__ = kinds[kind]
+        object.__setattr__(
+            module, "__class__", kinds[kind]
+        )  # torch's compiled modules pass attributes on to what they wrap
         handles.append(_ClassHandle(module, kind))
     return Watched(handles)
 
@@ -111,7 +118,7 @@ class _ClassHandle:
     kind: type[nn.Module]
 
     def remove(self) -> None:
-        self.module.__class__ = self.kind
+        object.__setattr__(self.module, "__class__", self.kind)
 
 
 def _told(
@@ -133,6 +140,13 @@ def _telling(kind: type[nn.Module], calls: weakref.ref[ModuleCalls], method: str
         run = forward if method == "forward" else own
         return _told(calls, self, partial(run, self), *args, **kwargs)
 
+    def call_compiled(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = partial(kind.__call__, self)
+        return run(*args, **kwargs) if self._compiled_call_impl is None else _told(calls, self, run, *args, **kwargs)
+
+    def compile_own(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        self._compiled_call_impl = torch.compile(MethodType(kind._call_impl, self), *args, **kwargs)
+
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         reduced: Any = kind.__reduce_ex__(self, protocol)
         make, made_of, *state = reduced
@@ -140,6 +154,8 @@ def _telling(kind: type[nn.Module], calls: weakref.ref[ModuleCalls], method: str
 
     metaclass: Any = type(kind)
     members = {method: call, "__reduce_ex__": reduce, **{name: getattr(kind, name) for name in _NAMES}}
+    if method == "_call_impl":
+        members |= {"__call__": call_compiled, "compile": compile_own}
     telling: type[nn.Module] = metaclass(kind.__name__, (kind,), members)
     return telling
 

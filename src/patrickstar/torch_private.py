@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 import torch.optim.optimizer as _optimizers
@@ -21,12 +21,14 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
+    "OBSERVERS_KEY",
     "Plain",
     "Seen",
     "Undispatched",
     "Unseen",
     "allocated_bytes",
     "are_saved_tensors_hooks_allowed",
+    "around_compilation",
     "at_end_of_backward",
     "attach_out_of_memory_observer",
     "backward_id",
@@ -41,6 +43,7 @@ __all__ = [
     "is_checkpoints",
     "is_compiling",
     "is_profiled",
+    "never_compile",
     "next_sequence_number",
     "one_thread_here",
     "overrides_are_on",
@@ -49,6 +52,8 @@ __all__ = [
     "storage_at",
     "top_saved_tensors_hooks",
     "transform_level",
+    "uncompiled",
+    "unobserved",
     "unprofiled",
     "without_modes",
     "writes_by_schema",
@@ -109,6 +114,41 @@ next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 def is_compiling() -> bool:
     """Tells whether torch.compile traces what runs, or has run it because it could not."""
     return torch.compiler.is_dynamo_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """A context of which torch.compile takes no frame. Only where it is at work: that module of torch's is there then."""
+    previous = torch._C._dynamo.eval_frame.set_eval_frame(None)
+    try:
+        yield
+    finally:
+        torch._C._dynamo.eval_frame.set_eval_frame(previous)
+
+
+OBSERVERS_KEY: Final = "Fake"
+"""A key of dispatch, of a mode that torch has no kernels for so far; where it has, installing ours raises. See Note [No mode in a step]."""
+
+unobserved: Callable[[], Any] = partial(
+    torch._C._ExcludeDispatchKeyGuard, torch._C.DispatchKeySet(torch._C._dispatch_key_parse(OBSERVERS_KEY))
+)
+"""A context in which operations are shown to nobody."""
+
+
+@cache
+def never_compile(package: str) -> None:
+    """Has torch.compile take no frame of a package's functions, here or inside of others: there it breaks its graph."""
+    from torch._dynamo.trace_rules import add
+
+    add(package)  # type: ignore[no-untyped-call]
+
+
+def around_compilation(begins: Callable[[], None], ends: Callable[[], None]) -> None:
+    """Has these called, from now on for ever, when torch.compile begins to compile something on this thread, and when it ends."""
+    from torch._dynamo.callback import on_compile_end, on_compile_start
+
+    on_compile_start(lambda *_: begins())
+    on_compile_end(lambda *_: ends())
 
 
 @contextmanager

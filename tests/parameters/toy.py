@@ -58,8 +58,8 @@ class ToyOwner(Owner):
             self.memory, dtype=torch.float32, count=self.slot_numel, offset=index * self.slot_numel * 4
         )
 
-    def unpack(self, ref: PlaneRef, name: str) -> None:
-        self.use(name, [Touch(ref)])
+    def unpack(self, label: str, touches: Sequence[Touch]) -> None:
+        self.use(label, touches)
 
     def use(self, label: str, touches: Sequence[Touch]) -> None:
         refs = [touch.ref for touch in touches]

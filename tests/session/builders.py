@@ -22,7 +22,7 @@ from patrickstar.plan.actions import Issue, Wait
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.testing.inside import manage_inside
-from patrickstar.tracing.seen_operations import nobody_sees
+from patrickstar.torch_private import unobserved
 from tests.parity.compare import compare_mappings, same_bits
 
 WIDTH = 32
@@ -222,7 +222,7 @@ class Pair:
     def each(self, act: Callable[..., Any], *args: Any, **keywords: Any) -> tuple[Any, Any]:
         """`act(model, optimizer, ...)` for both from the same random state: what the plain one gave, what the managed."""
         state = torch.get_rng_state()
-        with nobody_sees():  # what the twin makes is no matter of the session's
+        with unobserved():  # what the twin makes is no matter of the session's
             want = act(self.plain, self.plain_optimizer, *args, **keywords)
         torch.set_rng_state(state)
         return want, act(self.model, self.optimizer, *args, **keywords)

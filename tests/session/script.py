@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from patrickstar.tracing.seen_operations import nobody_sees
+from patrickstar.torch_private import unobserved
 from tests.parity.compare import compare_mappings, same_bits
 from tests.session.builders import LAYERS, held_states, mlp, states
 from tests.session.sides import Managed, Plain, Side
@@ -176,7 +176,7 @@ def _lr(side: Side, word: Word) -> None:
 
 
 def _keep(side: Side, _: Word) -> None:
-    with nobody_sees():  # copies elsewhere: they take nothing of a device's memory
+    with unobserved():  # copies elsewhere: they take nothing of a device's memory
         side.kept = {name: held.clone() for name, held in side.model.state_dict().items()}
 
 
@@ -263,7 +263,7 @@ class Script:
         if said.verb in ("since", "planned"):
             return self.count([int(number) for number in said.args.split(",") if number])
         act = _VERBS[said.verb]
-        with nobody_sees():  # what the twin makes is no matter of the session's
+        with unobserved():  # what the twin makes is no matter of the session's
             want = act(self.plain, said)
         got = act(self.managed, said)
         same = same_bits(want, got) if isinstance(want, Tensor) and isinstance(got, Tensor) else want == got

@@ -100,7 +100,7 @@ def test_parameters_are_ordinary_while_a_block_runs_and_placeholders_in_between(
         assert all(value.isfinite().all() for entry in real for _, value in entry)
         assert not any(type(parameter) is nn.Parameter for parameter in model.parameters())
         stats = session.stats()
-        assert stats.binding.startswith("6 blocks, the rest by use: ")
+        assert stats.binding.startswith("8 blocks, the rest by use: ")
         assert (stats.planned_steps, stats.reactive_steps) == (1, 0)
         assert stats.moved["H>D"]
         assert [moment.label for moment in session.trace.moments if moment.phase == "forward"] == [
@@ -234,7 +234,7 @@ def changed(change):
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_what_torch_does_inside_of_a_block_has_the_same_bits(kind):
     stats = train_both(build(BLOCKS[kind]), build(BLOCKS[kind]))
-    assert stats.binding.startswith("6 blocks, the rest by use: ")
+    assert stats.binding.startswith("8 blocks, the rest by use: ")
     assert stats.moved["H>D"]
 
 
@@ -398,7 +398,7 @@ def test_a_view_that_outlives_its_block_shows_what_its_weight_becomes(step_mode)
         assert all(torch.equal(one, other) for one, other in zip(theirs, found[-2:], strict=True))
 
 
-def test_blocks_that_do_not_fit_are_bound_by_what_is_inside_of_them_or_by_use():
+def test_blocks_that_do_not_fit_are_bound_by_what_is_inside_of_them():
     class Nested(nn.Module):
         def __init__(self):
             super().__init__()
@@ -412,7 +412,22 @@ def test_blocks_that_do_not_fit_are_bound_by_what_is_inside_of_them_or_by_use():
         given = {"device": "emulated", "device_memory": memory, "options": patrickstar.Options(chunk_size=1024)}
         stats = train_both(build(Nested, layers=2), build(Nested, layers=2), **given)
         bindings.append(stats.binding.partition(":")[0])
-    assert bindings == ["2 blocks, the rest by use", "6 blocks, the rest by use", "by use"]
+    assert bindings == [f"{blocks} blocks, the rest by use" for blocks in (4, 8, 14)]
+
+
+def test_what_holds_more_than_fits_is_bound_by_use():
+    class Raw(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(12))
+
+        def forward(self, x):
+            for weight in self.weights:
+                x = torch.tanh(x @ weight)
+            return x
+
+    stats = train_both(build(Raw, layers=2), build(Raw, layers=2), device_memory="48KiB")
+    assert stats.binding.startswith("2 blocks, the rest by use: ")  # the first and the last layer
 
 
 def test_blocks_of_two_threads_do_not_meet():

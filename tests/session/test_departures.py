@@ -222,9 +222,9 @@ def test_smaller_shapes_go_by_the_plan_of_larger_ones(make_pair: MakePair, monke
     traced: list[Any] = []
     original = OfflineTracer.foresee
 
-    def foresee(self: OfflineTracer, *args: Any) -> Any:
+    def foresee(self: OfflineTracer, *args: Any, **given: Any) -> Any:
         traced.append(args)
-        return original(self, *args)
+        return original(self, *args, **given)
 
     monkeypatch.setattr(OfflineTracer, "foresee", foresee)
     for number, rows in enumerate((5, 2, 6, 1), start=1):

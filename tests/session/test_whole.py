@@ -295,7 +295,7 @@ def test_from_the_first_forward_on_that_does_not_fit_they_are_bound_by_use(caplo
             if number == 3:  # gradients of the user's own stay what they are
                 plain[0].weight.grad, model[0].weight.grad = torch.ones(32, 32), torch.ones(32, 32)
             assert torch.equal(step_with(plain, optimizer, rows), step_with(model, session.optimizer, rows))
-            assert session.stats().binding.startswith("whole" if number < 3 else "by use: beside")
+            assert ("whole" if number < 3 else "the rest by use: beside") in session.stats().binding
         assert session.stats().peak["device"] <= 256 * 1024
     assert equal(list(plain.parameters()), list(model.parameters()))
     assert sum("bound by use from now on" in message for message in caplog.messages) == 1
@@ -462,9 +462,9 @@ def test_the_smallest_budget_at_which_they_keep_their_bytes_holds_all_of_it():
         states, beside = state_bytes(model, session), session.trace.peak
     for budget, at_first, then in ((states - 1, "by use", "by use"), (states + beside - 1, "whole", "by use")):
         with patrickstar.manage(model, adamw(model), **{**ROOMY, "device_memory": budget}) as session:
-            assert session.stats().binding.startswith(at_first)
+            assert at_first in session.stats().binding
             step_with(model, session.optimizer, 4)
-            assert session.stats().binding.startswith(then)
+            assert then in session.stats().binding
     with patrickstar.manage(model, adamw(model), **{**ROOMY, "device_memory": states + beside}) as session:
         step_with(model, session.optimizer, 4)
         stats = session.stats()
@@ -517,7 +517,7 @@ def test_what_was_changed_by_hand_is_written_back_when_they_are_let_go():
         large = torch.ones(64, 32)
         assert torch.equal(plain(large), model(large))
         assert torch.equal(plain(large), model(large))
-        assert session.stats().binding.startswith("by use")
+        assert "the rest by use" in session.stats().binding
 
 
 def test_a_part_of_a_unit_is_found_where_it_lies():
@@ -574,7 +574,7 @@ def test_where_the_process_has_grown_past_its_bound_the_next_forward_is_bound_by
     with patrickstar.manage(model, adamw(model), host_memory="2GiB") as session:
         for expected in ("whole", "whole", "by use: beside"):
             assert torch.equal(step_with(plain, optimizer, 4), step_with(model, session.optimizer, 4))
-            assert session.stats().binding.startswith(expected)
+            assert expected in session.stats().binding
             monkeypatch.setattr("patrickstar.step.room.HostRoom.is_exceeded_by", lambda *_: True)
         assert "takes more than" in session.stats().binding
     assert equal(list(plain.parameters()), list(model.parameters()))

@@ -13,7 +13,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from patrickstar.tracing.seen_operations import nobody_sees, show_to, shown_to
+from patrickstar.torch_private import unobserved
+from patrickstar.tracing.seen_operations import show_to, shown_to
 from tests.parity.compare import same_bits
 
 
@@ -40,7 +41,7 @@ def test_the_users_modes_see_the_same_and_what_is_hidden_nobody_sees(seen: list[
     with FlopCounterMode(display=False) as counter:
         square.mm(square)
     assert counter.get_total_flops() == 16
-    with nobody_sees():
+    with unobserved():
         square.mm(square)
     assert seen == ["ones", "mm"]
 

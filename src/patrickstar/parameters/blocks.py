@@ -1,9 +1,9 @@
-"""Blocks: modules that a model repeats, whose parameters are ordinary ones, all at once, for as long as they run.
+"""Blocks: modules whose parameters are ordinary ones, all at once, for as long as they run.
 
 Note [Blocks]
     People write modules that repeat. While one of them runs, its parameters have their bytes and the plain class, so that whatever PyTorch can do
     inside of it, it can do under management: one moment, with all that the block touches, comes before it. In between they are placeholders,
-    bound by use (Note [Binding] in `binding.py`), and so is whatever no block owns.
+    bound by use (Note [Binding] in `binding.py`), and so is whatever no block owns. Modules that hold parameters outside of these are blocks too.
     Hooks of saved tensors are on while a block runs: what lies in a slot is packed as where it lies (Note [Saved tensors] in `saved.py`).
     Its backward begins with the backward of an output that the block has made, or with its recomputation where it ran without a graph. From
     then on its parameters have their bytes, and what autograd unpacks is there: one moment again. Each is let go of when its gradient has come, and
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from patrickstar.core.planes import WEIGHT
 from patrickstar.core.trace import Touch
@@ -30,7 +30,16 @@ from patrickstar.errors import BudgetError, StateError
 from patrickstar.hooks import Watched, watch_calls
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
-from patrickstar.torch_private import Plain, at_end_of_backward, backward_id, next_sequence_number
+from patrickstar.parameters.transforms import is_compiled
+from patrickstar.torch_private import (
+    Plain,
+    at_end_of_backward,
+    backward_id,
+    is_compiling,
+    never_compile,
+    next_sequence_number,
+    unobserved,
+)
 
 __all__ = ["Blocks", "NotInBlocksError", "Place", "places_in"]
 
@@ -43,15 +52,16 @@ FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A block in a model: its path, the names of the parameters in it, and the blocks inside of it."""
+    """A block in a model: its path, the names of the parameters in it, the blocks inside of it, and whether it is compiled as it is."""
 
     path: str
     names: frozenset[str]
     inner: tuple[Place, ...]
+    is_compiled: bool
 
     def without(self, labels: Collection[str]) -> Iterator[Place]:
         """This block or, where it has one of these parameters, the blocks inside of it."""
-        if self.names.isdisjoint(labels):
+        if self.is_compiled or self.names.isdisjoint(labels):
             yield self
         else:
             yield from self.inner
@@ -70,8 +80,11 @@ def _places_in(module: nn.Module, prefix: str, names: Mapping[int, str]) -> Iter
     for name, child in module.named_children():
         path, inner = f"{prefix}{name}", tuple(_places_in(child, f"{prefix}{name}.", names))
         own = frozenset(names[id(parameter)] for parameter in child.parameters() if id(parameter) in names)
-        if own and ((is_list and of_a_class[type(child)] > 1) or isinstance(child, FUSED)):
-            yield Place(path, own, inner)
+        inner = () if is_parametrized(child) else inner
+        repeats = is_list and of_a_class[type(child)] > 1
+        is_called = not isinstance(child, nn.ParameterList | nn.ParameterDict)
+        if own and is_called and (repeats or isinstance(child, FUSED) or not inner):
+            yield Place(path, own, inner, is_compiled(child))
         else:
             yield from inner
 
@@ -97,6 +110,7 @@ class Blocks:
     """
 
     def __init__(self, model: nn.Module, binding: Binding) -> None:
+        never_compile("patrickstar")
         self._model = model
         self._binding = binding
         self._access = binding.access
@@ -114,7 +128,7 @@ class Blocks:
 
     def bind(self, paths: Iterable[str]) -> None:
         """Has these modules be the blocks from now on; whatever a backward has left open is closed."""
-        self.close()
+        self._access.close()
         paths = frozenset(paths)
         if paths == self.bound:
             return
@@ -144,7 +158,7 @@ class Blocks:
 
     def remove(self) -> None:
         """Watches nothing any more."""
-        self.close()
+        self._access.close()
         self.bound = frozenset()
         for watched in self._watched:
             watched.remove()
@@ -164,7 +178,7 @@ class Blocks:
                 self._open(block, self._access.owner.use)
             self._enter(block, _is_there if recomputes else None)
         except BudgetError:
-            if block.path not in self.bound:
+            if block.path not in self.bound or is_compiled(module):
                 raise
             return run()  # there is no room for all at once: by use
         changes = self._binding.changes
@@ -173,7 +187,10 @@ class Blocks:
         first_node = next_sequence_number()
         try:
             with self._binding.saved.around_use() if torch.is_grad_enabled() else nullcontext():
-                result = run()
+                with (
+                    unobserved() if is_compiled(module) or is_compiling() else nullcontext()
+                ):  # torch's guards look at keys of dispatch
+                    result = run()
             self._await_backward(block, result, first_node)
             return result
         finally:
@@ -237,14 +254,14 @@ class Blocks:
                 return  # there is no room for all at once: each is fetched where it is needed
 
     def _open(self, block: Block, tell: Tell) -> None:
-        if self._opened is block:
+        if self._opened is block and self._access.open:
             return
         with self._access.lock, Plain():
-            self.close()
+            self._access.close()
             self._access.enter(block.records, tell)
             self._opened = block
             self._access.open.update(block.records)
-        at_end_of_backward(self.close)
+        at_end_of_backward(self._access.close)
 
     def _arrives(self, bound: BoundParameter) -> None:
         """Takes its bytes from a parameter of the open block whose gradient has come: they are not needed again, and may be updated."""
@@ -252,19 +269,11 @@ class Blocks:
             self._access.open.discard(bound)
             self._access.leave([bound])
             if not any(left.parameter.requires_grad for left in self._access.open):
-                self.close()
+                self._access.close()
 
     def are_held(self) -> bool:
         """Tells whether there are blocks, and something holds weights: perhaps a view of one that has outlived its block."""
         return bool(self.bound) and any(ref.plane == WEIGHT for ref in self._access.leases.held())
-
-    def close(self) -> None:
-        """Closes the block that a backward has opened, if there is one."""
-        if self._opened is not None:
-            self._opened = None
-            with self._access.lock, Plain():
-                self._access.leave(list(self._access.open))
-            self._access.open.clear()
 
 
 def _is_there(label: str, touches: Sequence[Touch]) -> None:

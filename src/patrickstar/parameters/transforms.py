@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from patrickstar.errors import StateError
 from patrickstar.torch_private import is_compiling, overrides_are_on, transform_level
 
-__all__ = ["expect_no_transform", "expect_not_compiled", "expect_ordinary_call", "is_ordinary_call"]
+__all__ = ["expect_no_transform", "expect_ordinary_call", "is_compiled", "is_ordinary_call"]
 
 _COPY = "or do it with a copy, copy.deepcopy(model), which has ordinary parameters"
 _COMPILED = (
@@ -24,11 +24,9 @@ _COMPILED = (
 )
 
 
-def expect_not_compiled(model: nn.Module) -> None:
-    """Raises StateError where a module of the model is to run compiled (`torch.compile(module)`, `module.compile()`)."""
-    for path, module in model.named_modules():
-        if module._compiled_call_impl or "_orig_mod" in module._modules:
-            raise StateError(f"{path or type(model).__name__}: {_COMPILED}")
+def is_compiled(module: nn.Module) -> bool:
+    """Tells whether a module is to run compiled (`torch.compile(module)`, `module.compile()`)."""
+    return bool(module._compiled_call_impl) or "_orig_mod" in module._modules
 
 
 def expect_no_transform(what: str) -> None:
@@ -57,9 +55,6 @@ def expect_ordinary_call(
     Args:
         probe: any managed parameter.
     """
-    if is_compiling():
-        raise StateError(_COMPILED)
-    expect_not_compiled(model)
     name = type(model).__name__
     expect_no_transform(f"a forward of {name}")
     if torch.jit.is_tracing() or (tracers := _tracers()):

@@ -115,6 +115,14 @@ class WeightAccess:
                     del self.held[bound]
                     bound.tensor().data = bound.standin
 
+    def close(self) -> None:
+        """Takes the bytes of those parameters away that the backward of a block holds."""
+        if self.open:
+            held = list(self.open)
+            self.open.clear()
+            with self.lock, Plain():
+                self.leave(held)
+
     # what uses return and autograd saves
 
     def dress(self, result: Any) -> Any:
@@ -161,6 +169,7 @@ class WeightAccess:
             units = []
             for ref in first.refs:
                 if not any(bound in self.open for bound in self.parameters_in(ref)):
+                    self.close()  # the backward is elsewhere
                     self.owner.unpack(first.name, (Touch(ref),))
                 units.append(self.leases.take(ref))
             return units[0] if key == first.ref else self.lease(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from patrickstar.core.planes import PlaneRef
+from patrickstar.core.planes import EXP_AVG, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 
 __all__ = ["Meter", "TraceRecorder"]
@@ -52,10 +52,16 @@ class TraceRecorder:
                     phase,
                     label,
                     tuple(touches),
-                    tuple(ref for ref in held if ref not in {touch.ref for touch in touches}),
+                    tuple(ref for ref in held if ref not in _only_used(touches)),
                     nonmodel_bytes=peak,
                     live_bytes=live,
                 )
                 for (phase, label, touches, held), peak, live in zip(self._seen, peaks, self._live, strict=True)
             )
         )
+
+
+def _only_used(touches: Sequence[Touch]) -> set[PlaneRef]:
+    """The units of touches that need not be told to be held as well: where a gradient updates its parameter, who holds that may not be touched."""
+    refs = {touch.ref for touch in touches}
+    return set() if any(ref.plane == EXP_AVG for ref in refs) else refs

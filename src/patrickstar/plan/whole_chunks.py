@@ -76,9 +76,7 @@ def update_whole_chunks(
             moments.append(moment)
             continue
         gradient = PlaneRef(chunk, GRAD)
-        before = trace.moments[index - 1].held if index else ()
-        held = {*moment.held, *(touch.ref for touch in moment.touches if touch.ref in before)}
-        moments.append(replace(moment, touches=(Touch(gradient, True),), held=tuple(held)))
+        moments.append(replace(moment, touches=(Touch(gradient, True),)))
         if index == came[chunk][-1]:
             updated_at[index] = len(moments)
             moments.append(on_tier(updates[chunk], places.tiers.get(chunk)))
@@ -137,7 +135,7 @@ def _choose(
     largest = max((_passing(trace.moments[at[-1]], state, at_home) for at in came.values()), default=0)
     room = [
         (capacity_bytes - moment.nonmodel_bytes) // state.slot_bytes
-        - sum(state.slots[ref] for ref in moment.held if ref not in at_home)
+        - sum(state.slots[ref] for ref in moment.held if ref not in at_home and ref not in _touched(moment))
         - max(largest, _passing(moment, state, at_home))
         for moment in trace.moments
     ]
@@ -153,6 +151,10 @@ def _choose(
                 until[chunk], following = end, last
                 break
     return until
+
+
+def _touched(moment: Moment) -> set[PlaneRef]:
+    return {touch.ref for touch in moment.touches}
 
 
 def _passing(moment: Moment, state: Residency, at_home: set[PlaneRef]) -> int:

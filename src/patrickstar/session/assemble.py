@@ -19,7 +19,6 @@ from patrickstar.memory.links import MakeLane
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.user_optimizer import check_optimizer
 from patrickstar.parameters.bound import names_by_id
-from patrickstar.parameters.transforms import expect_not_compiled
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.adopt import take_over
 from patrickstar.session.buffers import all_buffers, fit_buffers, put_back
@@ -71,8 +70,6 @@ def assemble(
         trains=optimizer is not None,
         find_passes=choose_kernels,
     )
-    if setup.by_use:
-        expect_not_compiled(model)
     uncounted = uncounted_settings(os.environ) if setup.budgets.stream_device is not None else []
     if uncounted:
         _log.warning(

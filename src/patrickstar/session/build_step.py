@@ -176,6 +176,7 @@ def build_step(
         are_managed=binding.are_managed,
         take_back=lambda: binding.whole.take_back() if binding.is_whole else None,
         is_whole=lambda: not whole.why,
+        close_block=binding.access.close,
     )
     return Parts(
         model=model,

@@ -48,6 +48,7 @@ class Neighbours:
     are_managed: Callable[[], bool]
     take_back: Callable[[], None]
     is_whole: Callable[[], bool]
+    close_block: Callable[[], None]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -254,7 +255,7 @@ class Events:
         """Takes a backward that has begun for over, by its end or by an exception: state is read or written by nobody inside of one."""
         if self._in_backward and backward_id() == -1:
             self._in_backward = False
-            self.to.stretches.blocks.close()
+            self.to.close_block()
             self.to.stretches.abandon()
 
 

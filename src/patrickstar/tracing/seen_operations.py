@@ -11,22 +11,20 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import torch
 
-from patrickstar.torch_private import Plain
+from patrickstar.torch_private import OBSERVERS_KEY as _KEY
+from patrickstar.torch_private import Plain, around_compilation, unobserved
 
-__all__ = ["nobody_sees", "show_to", "shown_to"]
+__all__ = ["show_to", "shown_to"]
 
-_KEY = "Fake"  # of a mode that torch has no kernels for so far; where it has, installing ours raises
 # Not shown: of a result with a Python object, which is a plain tensor's, no subclass can be made.
 _ALIASES = ("detach", "alias", "lift_fresh")
 _SEERS = "patrickstar.seers"
-_ours = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
 
 
 def shown_to() -> tuple[Any, ...]:
@@ -44,18 +42,16 @@ def show_to(seers: tuple[Callable[[Any, Any], None], ...]) -> None:
     torch._C._stash_obj_in_tls(_SEERS, seers)
     if sys.getrefcount(seers) == held:  # torch 2.11 takes the caller's reference in the place of one of its own
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(seers))
-    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, bool(seers))
+    _include(is_on=bool(seers))
 
 
-@contextmanager
-def nobody_sees() -> Iterator[None]:
-    """A context in which operations are shown to nobody."""
-    with torch._C._ExcludeDispatchKeyGuard(_ours):
-        yield
+def _include(*, is_on: bool) -> None:
+    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, is_on)
 
 
 @cache
 def _install() -> list[torch.library.Library]:
+    around_compilation(partial(_include, is_on=False), lambda: _include(is_on=bool(shown_to())))
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_show, _KEY)
     libraries = {"_": everything, "aten": torch.library.Library("aten", "IMPL")}
@@ -90,7 +86,7 @@ def _show_named(name: str, *args: Any, **kwargs: Any) -> Any:
 def _show(func: Any, *args: Any, **kwargs: Any) -> Any:
     # Down here operations are torch's own (an accumulator asks a fake parameter for its metadata, with that parameter's lock held): what
     # they touch is no use of a parameter. What is called by an operation or by who sees it is not shown.
-    with torch._C._ExcludeDispatchKeyGuard(_ours):
+    with unobserved():
         with Plain():
             result = func(*args, **kwargs)
         for seer in shown_to():

@@ -31,8 +31,13 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from patrickstar.torch_private import call_without_hooks_of_all_modules, unprofiled, without_modes
-from patrickstar.tracing.seen_operations import nobody_sees
+from patrickstar.torch_private import (
+    call_without_hooks_of_all_modules,
+    uncompiled,
+    unobserved,
+    unprofiled,
+    without_modes,
+)
 
 __all__ = ["CopiedFunctions", "HooklessTensors", "drop_hooks", "no_side_effects"]
 
@@ -45,8 +50,10 @@ _KEPT = (nn.Module, MethodType, FunctionType, list, dict, set)
 def no_side_effects(device: torch.device) -> Iterator[None]:
     """A context in which the user's modes are off, and of which neither a profile nor draws nor warnings show. See Note [Side effects]."""
     with ExitStack() as stack:
+        stack.enter_context(uncompiled())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # type: ignore[no-untyped-call]
         stack.enter_context(without_modes())
-        stack.enter_context(nobody_sees())
+        stack.enter_context(unobserved())
         stack.enter_context(unprofiled())
         stack.enter_context(torch.autograd.forward_ad._set_fwd_grad_enabled(False))
         stack.enter_context(_unwarned())
