@@ -258,15 +258,14 @@ class Blocks:
             return
         with self._access.lock, Plain():
             self._access.close()
-            self._access.enter(block.records, tell)
+            leased = self._access.enter(block.records, tell)
             self._opened = block
-            self._access.open.update(block.records)
+            self._access.open.update((bound, leased[bound.key]) for bound in block.records)
         at_end_of_backward(self._access.close)
 
     def _arrives(self, bound: BoundParameter) -> None:
         """Takes its bytes from a parameter of the open block whose gradient has come: they are not needed again, and may be updated."""
-        if bound in self._access.open:
-            self._access.open.discard(bound)
+        if self._access.open.pop(bound, None) is not None:
             self._access.leave([bound])
             if not any(left.parameter.requires_grad for left in self._access.open):
                 self._access.close()

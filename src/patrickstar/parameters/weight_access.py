@@ -32,7 +32,7 @@ class WeightAccess:
     Attributes:
         records, owner, leases: as given. lock: held while bytes are given and taken.
         held: how many uses and module calls hold a parameter now, of those that are held.
-        open: parameters that a block's backward holds.
+        open: parameters that a block's backward holds, with the lease of each.
         in_blocks: parameters of blocks, by `id()`.
         recomputed: versions of parameters, by `id()`, at which a recomputation of a forward, in backward, has left them.
     """
@@ -55,7 +55,7 @@ class WeightAccess:
         self._base = base
         self.lock = threading.RLock()
         self.held: dict[BoundParameter, int] = {}
-        self.open: set[BoundParameter] = set()
+        self.open: dict[BoundParameter, Tensor] = {}
         self.in_blocks: set[int] = set()
         self.recomputed: dict[int, int] = {}
         self._in_unit: dict[PlaneRef, tuple[list[int], list[BoundParameter]]] = {}  # by rising offset, in bytes
@@ -67,10 +67,13 @@ class WeightAccess:
 
     def enter(
         self, found: Sequence[BoundParameter], tell: Callable[[str, Sequence[Touch]], None] | None = None
-    ) -> None:
-        """Gives parameters bytes. Each `enter` has one `leave`. `tell`: has their units fetched; None: as for a use, which is counted."""
+    ) -> Mapping[WeightKey, Tensor]:
+        """Gives parameters bytes, and their leases by key. Each `enter` has one `leave`.
+
+        `tell`: has their units fetched; None: as for a use, which is counted.
+        """
         if not found:
-            return
+            return {}
         if transform_level() is not None:
             expect_no_transform(f"a use of {found[0].name}")
         with self.lock:
@@ -91,6 +94,7 @@ class WeightAccess:
                             bound.tensor().data = bound.over(leased[bound.key])
                     else:
                         bound.tensor().data = torch.as_strided(leased[bound.key], *bound.view)
+            return leased
 
     def _count(self, found: Sequence[BoundParameter]) -> None:
         """Counts a use of these parameters: apart from the graph where autograd does not record it as one of the parameters themselves."""
