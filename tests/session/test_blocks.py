@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.nn.utils.parametrize import register_parametrization
@@ -471,3 +472,114 @@ def test_a_transform_over_blocks_is_refused_before_the_first():
     with patrickstar.manage(model, adamw(model), **MOVING), pytest.raises(StateError, match="transform of torch.func"):
         torch.func.grad(lambda x: model(x))(batch())
     assert not any(block.calls for block in model.blocks)
+
+
+def test_an_input_of_another_class_goes_through_blocks():
+    class Only(nn.Module):
+        def __init__(self, block, layers=4):
+            super().__init__()
+            self.blocks = nn.ModuleList(block() for _ in range(layers))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+        def forward(self, x):
+            return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+    plain, model = build(Rows, Only), build(Rows, Only)
+    optimizer = adamw(plain)
+    with patrickstar.manage(model, adamw(model), **{**MOVING, "device_memory": "160KiB"}) as session:
+        for number, lengths in enumerate([(3, 1), (2, 2), (1, 4)]):
+            for each, steps in ((plain, optimizer), (model, session.optimizer)):
+                rows = [batch(number, length) for length in lengths]
+                each(torch.nested.nested_tensor(rows, layout=torch.jagged)).values().square().mean().backward()
+                steps.step()
+                steps.zero_grad()
+        assert session.stats().moved["H>D"]
+    assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+class Compilable(nn.Module):
+    """A block without numbers of its own, on which a compiler would guard."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x + self.scale * self.down(nn.functional.gelu(self.up(x)))
+
+
+def compile_blocks(model, **given):
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = torch.compile(block, fullgraph=True, **given)
+    return model
+
+
+def compile_calls_of_blocks(model, **given):
+    for block in model.blocks:
+        block.compile(fullgraph=True, **given)
+    return model
+
+
+def compile_calls(model, **given):
+    model.compile(**given)
+    return model
+
+
+COMPILED = {
+    "blocks": compile_blocks,
+    "calls of blocks": compile_calls_of_blocks,
+    "the model": lambda model, **given: torch.compile(model, **given),
+    "calls of the model": compile_calls,
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("what", COMPILED)
+def test_what_is_compiled_has_the_bits_of_the_same_model_compiled_alike(what, backend, when, tmp_path):
+    if (what, when) == ("blocks", "after"):
+        return  # other modules are the model's then, which manage() has not seen
+    torch.compiler.reset()
+    counters = [CompileCounterWithBackend(backend) for _ in range(2)]
+    plain, model = build(Compilable), build(Compilable)
+    compiled = COMPILED[what](plain, backend=counters[0])
+    if when == "before":
+        ours = COMPILED[what](model, backend=counters[1])
+    optimizer, machine = adamw(plain), {"host_memory": "1GiB", "disk": tmp_path, "precision": "fp32"}
+    if "blocks" in what:
+        machine = MOVING
+    with patrickstar.manage(model, adamw(model), **machine) as session:
+        if when == "after":
+            ours = COMPILED[what](model, backend=counters[1])
+        frames = []
+        for number in range(4):
+            assert torch.equal(step(compiled, optimizer, number), step(ours, session.optimizer, number))
+            frames.append(counters[1].frame_count)
+        assert frames[0]
+        assert frames[1] == frames[-1]
+        stats = session.stats()
+        assert stats.binding.startswith("8 blocks")
+        if "blocks" in what:
+            assert stats.moved["H>D"]
+    assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+def test_a_compiled_block_that_does_not_fit_at_once_is_refused():
+    torch.compiler.reset()
+    model = compile_blocks(build(Compilable), backend="eager")
+    with patrickstar.manage(model, adamw(model), **{**MOVING, "device_memory": "50KiB"}):
+        with pytest.raises(patrickstar.BudgetError, match="blocks"):
+            model(batch())
+    plain = build(Compilable)
+    with patrickstar.manage(plain, adamw(plain), **{**MOVING, "device_memory": "50KiB"}):
+        plain(batch())

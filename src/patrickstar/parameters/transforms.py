@@ -48,12 +48,12 @@ def _tracers() -> list[str]:
 
 
 def expect_ordinary_call(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], probe: nn.Parameter
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], probe: nn.Parameter | None
 ) -> None:
     """Raises StateError where a forward is about to be compiled, traced or transformed, or its inputs would not let parameters be seen.
 
     Args:
-        probe: any managed parameter.
+        probe: any managed parameter that no block owns; None: there is none.
     """
     name = type(model).__name__
     expect_no_transform(f"a forward of {name}")
@@ -67,7 +67,7 @@ def expect_ordinary_call(
             f"a forward of {name} while __torch_function__ is switched off (torch._C.DisableTorchFunctionSubclass): nothing would see "
             "that its parameters are used. Call the model outside of that context"
         )
-    for value in _tensors_of_other_classes((args, kwargs)):
+    for value in _tensors_of_other_classes((args, kwargs)) if probe is not None else ():
         if value.is_nested or _hides_parameters(value, probe):
             raise StateError(
                 f"an input of {name} is a {type(value).__name__}, whose operations switch __torch_function__ off: nothing would see that parameters "

@@ -116,7 +116,7 @@ def build_step(
         budgets=budgets,
         why=setup.by_use,
     )
-    planner = setup.planner(choice, room.planned)
+    planner, places = setup.planner(choice, room.planned), setup.places(model, binding.names)
     stretches = Stretches(
         executor=executor,
         planner=planner,
@@ -124,7 +124,7 @@ def build_step(
         fitting=FittingBlocks(
             tracer=setup.tracer(in_a_group),
             budgets=budgets,
-            places=setup.places(model, binding.names),
+            places=places,
             start=late_planes.with_room_for,
             taken_bytes=binding.taken_bytes,
         ),
@@ -177,6 +177,7 @@ def build_step(
         take_back=lambda: binding.whole.take_back() if binding.is_whole else None,
         is_whole=lambda: not whole.why,
         close_block=binding.access.close,
+        in_blocks=frozenset().union(*(place.names for place in places)),
     )
     return Parts(
         model=model,

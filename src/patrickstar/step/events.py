@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -49,6 +49,7 @@ class Neighbours:
     take_back: Callable[[], None]
     is_whole: Callable[[], bool]
     close_block: Callable[[], None]
+    in_blocks: Collection[str]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -208,7 +209,8 @@ class Events:
             if not is_ordinary_call() or _is_running_in("torch.nn.utils.stateless") or os.getpid() != self._process:
                 return args, kwargs  # nobody has to see it: the parameters are ordinary, or others, or a forked child's
         else:
-            expect_ordinary_call(module, args, kwargs, next(iter(self.named.values())))
+            outside = next((self.named[name] for name in self.named if name not in self.to.in_blocks), None)
+            expect_ordinary_call(module, args, kwargs, outside)
         if self._depth and not any(
             frame is self._caller for frame in _frames()
         ):  # an interruption, after which torch calls no hook

@@ -56,8 +56,8 @@ def signature(
 
 def _key(value: Any, sizes: list[int]) -> Hashable:
     if isinstance(value, Tensor):
-        sizes.extend(value.shape)
-        return value.ndim, value.dtype, value.device, value.requires_grad
+        sizes.extend(value.values().shape if value.is_nested else value.shape)  # whose lengths are no numbers
+        return value.ndim, value.dtype, value.device, value.requires_grad, value.is_nested
     if isinstance(value, Mapping):
         return tuple((name, _key(item, sizes)) for name, item in value.items())
     if isinstance(value, list | tuple):
