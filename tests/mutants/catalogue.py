@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.assembled import ASSEMBLED
 from tests.mutants.binding import BINDING
+from tests.mutants.blocks import BLOCKS
 from tests.mutants.bounds import BOUNDS
 from tests.mutants.changes import CHANGES
 from tests.mutants.engine import ENGINE
@@ -34,6 +35,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *UPDATES,
     *WHOLE_CHUNKS,
     *WHOLE,
+    *BLOCKS,
     *OUTSIDE,
     *SIXTEEN_BITS,
     *TILES,

@@ -36,9 +36,6 @@ CHANGES: tuple[Mutant, ...] = (
     Fault("what-batch-norm-averages-into-is-taken-to-be-read", "parameters.functions:uncounted").by(
         always("first"), f"{TESTS}::test_a_parameter_that_batch_norm_averages_into[fp32]"
     ),
-    Fault("a-call-that-is-one-use-changes-nothing", "parameters.whole_calls:WholeCalls._end").by(
-        drop("tell"), f"{TESTS}::test_a_module_that_is_one_use_may_change_its_weights"
-    ),
     Fault("what-a-recomputation-changes-again-is-out-of-date", "parameters.saved:SavedTensors.unpack").by(
         replace("saved.is_recomputed and self.access.recomputed.get(...) == now", "False"),
         f"{TESTS}::test_a_block_that_is_computed_again_changes_its_weights_again[fp32-non-reentrant]",

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import weakref
 from typing import ClassVar
 
 import pytest
@@ -583,3 +584,57 @@ def test_a_compiled_block_that_does_not_fit_at_once_is_refused():
     plain = build(Compilable)
     with patrickstar.manage(plain, adamw(plain), **{**MOVING, "device_memory": "50KiB"}):
         plain(batch())
+
+
+def test_a_graph_that_is_let_go_of_is_freed():
+    class Exponential(Block):
+        def forward(self, x):
+            return super().forward(x).exp().tanh()
+
+    model = build(Exponential)
+    with patrickstar.manage(model, adamw(model), **MOVING) as session:
+        step(model, session.optimizer)
+        x = batch()
+        for block in model.blocks:
+            x = block(x)
+        kept = weakref.ref(x.untyped_storage())
+        del x
+        assert kept() is None
+
+
+def test_what_a_block_only_passes_on_does_not_begin_its_backward():
+    class Passing(Block):
+        def forward(self, x, bias):
+            return super().forward(x) + bias, bias
+
+    class Biased(Model):
+        def forward(self, x):
+            x = self.first(x)
+            bias = x.mean(0, keepdim=True)
+            for block in self.blocks:
+                x, bias = block(x, bias)
+            return (self.last(x) * bias).square().mean()
+
+    plain, model = build(Passing, Biased), build(Passing, Biased)
+    optimizer = adamw(plain)
+    with patrickstar.manage(model, adamw(model), **MOVING) as session:
+        for number in range(2):
+            assert torch.equal(step(plain, optimizer, number), step(model, session.optimizer, number))
+        weights = [
+            moment.label
+            for moment in session.trace.moments
+            if moment.phase == "backward" and any(touch.ref.plane == "weight" for touch in moment.touches)
+        ]
+        assert weights[0] == "first.weight"  # whose chunk the last layer is in
+        assert weights[1:] == [f"blocks.{number}.scale" for number in reversed(range(6))]
+
+
+def test_blocks_whose_gradients_come_in_parts_are_bound_by_use():
+    class InParts(Block):
+        def forward(self, x):
+            for _ in range(2):
+                x = checkpoint(super().forward, x, use_reentrant=True)
+            return x
+
+    stats = train_both(build(InParts), build(InParts), step="in_backward")
+    assert stats.binding.startswith("by use: ")

@@ -239,7 +239,12 @@ class Blocks:
     # backwards
 
     def _await_backward(self, block: Block, result: Any, first_node: int) -> None:
-        """Has the block open with the backward of the first of its outputs. What it only passes on, others have made."""
+        """Has the block open with the backward of the first of its outputs. What it only passes on, others have made.
+
+        A module without others in it is not opened: its backward may need nothing of it, as an embedding's.
+        """
+        if not block.module._modules:
+            return
         nodes = {tensor.grad_fn for tensor in _tensors_in(result) if tensor.grad_fn is not None}
         for node in nodes:
             if node._sequence_nr() >= first_node:

@@ -1,0 +1,69 @@
+"""Faults of blocks: when their parameters are ordinary ones, what of them is there in a backward, and which are bound at all."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Fault, Mutant
+from tests.mutants.operators import always, drop, never, replace
+
+FILE = "tests/session/test_blocks.py"
+ORDINARY = f"{FILE}::test_parameters_are_ordinary_while_a_block_runs_and_placeholders_in_between"
+KINDS = f"{FILE}::test_what_torch_does_inside_of_a_block_has_the_same_bits"
+COMPILED = f"{FILE}::test_what_is_compiled_has_the_bits_of_the_same_model_compiled_alike"
+
+BLOCKS: tuple[Mutant, ...] = (
+    Fault("parameters-of-a-block-stay-of-our-class", "parameters.blocks:Blocks._enter").by(
+        drop("make_ordinary"), ORDINARY
+    ),
+    Fault("a-block-that-is-left-leaves-its-parameters-ordinary", "parameters.blocks:Blocks._leave").by(
+        drop("make_managed"), ORDINARY
+    ),
+    Fault("a-block-is-left-before-it-has-run", "parameters.weight_access:WeightAccess.enter").by(
+        drop("bound.tensor().data = ...", nth=2), ORDINARY
+    ),
+    Fault("what-a-block-saves-holds-its-slots", "parameters.blocks:Blocks.call").by(
+        replace("torch.is_grad_enabled()", "False", nth=2), ORDINARY
+    ),
+    Fault("a-change-in-a-block-is-not-noticed", "parameters.blocks:Blocks.call").by(
+        drop("tell"), f"{KINDS}[changes in place]"
+    ),
+    Fault("other-memory-in-a-block-is-not-noticed", "parameters.blocks:Blocks._expect_same").by(
+        never("before"), f"{FILE}::test_a_model_whose_blocks_do_what_only_uses_show_is_bound_by_use"
+    ),
+    Fault("what-a-block-passes-on-opens-it", "parameters.blocks:Blocks._await_backward").by(
+        always("first_node"), f"{FILE}::test_what_a_block_only_passes_on_does_not_begin_its_backward"
+    ),
+    Fault("a-block-is-not-opened-by-its-backward", "parameters.blocks:Blocks.backward_begins").by(
+        drop("_open"), f"{FILE}::test_what_a_block_only_passes_on_does_not_begin_its_backward"
+    ),
+    Fault("a-weight-whose-gradient-has-come-stays-in-its-block", "parameters.blocks:Blocks._arrives").by(
+        drop("leave"), f"{FILE}::test_blocks_that_do_not_fit_are_bound_by_what_is_inside_of_them"
+    ),
+    Fault("what-a-block-shows-of-gradients-is-nothing", "parameters.gradient_access:GradientAccess.show").by(
+        never("has_gradients"), f"{FILE}::test_gradients_add_up_and_can_be_read_in_a_block"
+    ),
+    Fault("a-view-of-a-block-shows-the-old-weights", "step.training_deferred:DeferredTraining.step").by(
+        never("are_held"), f"{FILE}::test_a_view_that_outlives_its_block_shows_what_its_weight_becomes[deferred]"
+    ),
+    Fault("a-block-that-is-checkpointed-inside-reads-placeholders", "parameters.saved:SavedTensors.around_use").by(
+        always("in_blocks"), f"{KINDS}[checkpointed inside]"
+    ),
+    Fault("a-saved-output-holds-itself", "parameters.saved:SavedTensors.around_use").by(
+        never("grad_fn"), f"{FILE}::test_a_graph_that_is_let_go_of_is_freed"
+    ),
+    Fault("blocks-that-do-not-fit-are-bound-all-the-same", "step.fitting_blocks:FittingBlocks.foresee").by(
+        replace("self._beyond(foreseen.trace)", "set()"),
+        f"{FILE}::test_blocks_that_do_not_fit_are_bound_by_what_is_inside_of_them",
+    ),
+    Fault("a-compiled-block-runs-uncompiled-where-it-does-not-fit", "parameters.blocks:Place.without").by(
+        never("is_compiled"), f"{FILE}::test_a_compiled_block_that_does_not_fit_at_once_is_refused"
+    ),
+    Fault("gradients-that-come-in-parts-are-taken-for-whole", "tracing.offline:_Twin.gradient").by(
+        never("self._updated"), f"{FILE}::test_blocks_whose_gradients_come_in_parts_are_bound_by_use"
+    ),
+    Fault("a-block-is-compiled-with-us-in-it", "parameters.blocks:Blocks.__init__").by(
+        drop("never_compile"), f"{COMPILED}[the model-eager-before]"
+    ),
+    Fault("observers-of-operations-are-guarded-on", "parameters.blocks:Blocks.call").by(
+        never("is_compiled(module) or is_compiling()"), f"{COMPILED}[blocks-eager-before]"
+    ),
+)
