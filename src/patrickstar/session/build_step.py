@@ -42,6 +42,7 @@ from patrickstar.step.training_deferred import DeferredTraining
 from patrickstar.step.training_in_backward import InBackwardTraining
 from patrickstar.step.values import Weights
 from patrickstar.step.whole import Whole
+from patrickstar.units import format_bytes
 
 __all__ = ["build_step"]
 
@@ -177,6 +178,11 @@ def build_step(
         take_back=lambda: binding.whole.take_back() if binding.is_whole else None,
         is_whole=lambda: not whole.why,
         close_block=binding.access.close,
+        advice=lambda: (
+            ""
+            if setup.never_whole
+            else f"; or give a budget of {format_bytes(whole.needed_bytes)} or more, in which all model states fit: parameters are ordinary ones then"
+        ),
         in_blocks=frozenset().union(*(place.names for place in places)),
     )
     return Parts(

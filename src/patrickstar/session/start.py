@@ -67,16 +67,20 @@ class Setup:
     @property
     def by_use(self) -> str:
         """The reason why parameters are bound by use; empty where they keep their bytes for the whole session. See Note [Whole] in the binding."""
+        if self.never_whole or self.budgets.hold(self.state_bytes, self.budgets.passes.update):
+            return self.never_whole
+        states, room = format_bytes(self.state_bytes), format_bytes(self.budgets.room_bytes())
+        return f"{states} of model states do not fit in {room}"
+
+    @property
+    def never_whole(self) -> str:
+        """The reason why parameters are bound by use whatever the budget; empty where there is none."""
         reasons = {
             "asked for": self.binding != "whole",
             "16-bit weights have masters": self.precision.mixed,
             "Options(tile_rows=)": self.memory.options.tile_rows is not None,
             'step="in_backward"': self.gradients is GradientUse.UPDATE,
         }
-        states = (
-            f"{format_bytes(self.state_bytes)} of model states do not fit in {format_bytes(self.budgets.room_bytes())}"
-        )
-        reasons[states] = not self.budgets.hold(self.state_bytes, self.budgets.passes.update)
         return next((reason for reason, holds in reasons.items() if holds), "")
 
     @property

@@ -50,6 +50,7 @@ class Neighbours:
     is_whole: Callable[[], bool]
     close_block: Callable[[], None]
     in_blocks: Collection[str]
+    advice: Callable[[], str]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -210,7 +211,10 @@ class Events:
                 return args, kwargs  # nobody has to see it: the parameters are ordinary, or others, or a forked child's
         else:
             outside = next((self.named[name] for name in self.named if name not in self.to.in_blocks), None)
-            expect_ordinary_call(module, args, kwargs, outside)
+            try:
+                expect_ordinary_call(module, args, kwargs, outside)
+            except StateError as refused:
+                raise StateError(f"{refused}{self.to.advice()}") from None
         if self._depth and not any(
             frame is self._caller for frame in _frames()
         ):  # an interruption, after which torch calls no hook

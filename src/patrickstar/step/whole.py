@@ -68,6 +68,11 @@ class Whole:
         return self.sizes()
 
     @property
+    def needed_bytes(self) -> int:
+        """The budget of the compute tier with which parameters would keep their bytes, beside the largest forward so far."""
+        return self._sizes[0] + self.executor.room.level_bytes + self.budgets.spare_bytes
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes that gradients take beside the units and what traces have."""
         return self._sizes[1]
