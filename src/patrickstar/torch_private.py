@@ -138,14 +138,14 @@ unobserved: Callable[[], Any] = partial(
 @cache
 def never_compile(package: str) -> None:
     """Has torch.compile take no frame of a package's functions, here or inside of others: there it breaks its graph."""
-    from torch._dynamo.trace_rules import add
+    from torch._dynamo.trace_rules import add  # noqa: PLC0415  (a second of imports)
 
-    add(package)  # type: ignore[no-untyped-call]
+    add(package)
 
 
 def around_compilation(begins: Callable[[], None], ends: Callable[[], None]) -> None:
     """Has these called, from now on for ever, when torch.compile begins to compile something on this thread, and when it ends."""
-    from torch._dynamo.callback import on_compile_end, on_compile_start
+    from torch._dynamo.callback import on_compile_end, on_compile_start  # noqa: PLC0415  (a second of imports)
 
     on_compile_start(lambda *_: begins())
     on_compile_end(lambda *_: ends())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.mutant import Fault, Mutant
-from tests.mutants.operators import always, drop, never, replace
+from tests.mutants.operators import always, assign, drop, never, replace
 
 FILE = "tests/session/test_blocks.py"
 ORDINARY = f"{FILE}::test_parameters_are_ordinary_while_a_block_runs_and_placeholders_in_between"
@@ -12,10 +12,10 @@ COMPILED = f"{FILE}::test_what_is_compiled_has_the_bits_of_the_same_model_compil
 
 BLOCKS: tuple[Mutant, ...] = (
     Fault("parameters-of-a-block-stay-of-our-class", "parameters.blocks:Blocks._enter").by(
-        drop("make_ordinary"), ORDINARY
+        drop("bound.parameter.__class__ = ..."), ORDINARY
     ),
     Fault("a-block-that-is-left-leaves-its-parameters-ordinary", "parameters.blocks:Blocks._leave").by(
-        drop("make_managed"), ORDINARY
+        drop("bound.parameter.__class__ = ..."), ORDINARY
     ),
     Fault("a-block-is-left-before-it-has-run", "parameters.weight_access:WeightAccess.enter").by(
         drop("bound.tensor().data = ...", nth=2), ORDINARY
@@ -39,7 +39,7 @@ BLOCKS: tuple[Mutant, ...] = (
         drop("leave"), f"{FILE}::test_blocks_that_do_not_fit_are_bound_by_what_is_inside_of_them"
     ),
     Fault("what-a-block-shows-of-gradients-is-nothing", "parameters.gradient_access:GradientAccess.show").by(
-        never("has_gradients"), f"{FILE}::test_gradients_add_up_and_can_be_read_in_a_block"
+        never("are_kept"), f"{FILE}::test_gradients_add_up_and_can_be_read_in_a_block"
     ),
     Fault("a-view-of-a-block-shows-the-old-weights", "step.training_deferred:DeferredTraining.step").by(
         never("are_held"), f"{FILE}::test_a_view_that_outlives_its_block_shows_what_its_weight_becomes[deferred]"
@@ -64,6 +64,6 @@ BLOCKS: tuple[Mutant, ...] = (
         drop("never_compile"), f"{COMPILED}[the model-eager-before]"
     ),
     Fault("observers-of-operations-are-guarded-on", "parameters.blocks:Blocks.call").by(
-        never("is_compiled(module) or is_compiling()"), f"{COMPILED}[blocks-eager-before]"
+        assign("compiles", "False"), f"{COMPILED}[blocks-eager-before]"
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.mutant import Fault, Mutant
-from tests.mutants.operators import always, drop, never, replace, returns, without
+from tests.mutants.operators import always, never, replace, returns, without
 
 LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 TESTS = "tests/session/test_forward_changes.py"

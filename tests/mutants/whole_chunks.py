@@ -46,9 +46,9 @@ WHOLE_CHUNKS: tuple[Mutant, ...] = (
         without("state.home.get(...) is state.compute"),
         f"{PLAN}::test_a_gradient_that_must_wait_or_has_a_home_below_is_left_to_the_other_way",
     ),
-    Fault("what-is-held-as-a-gradient-arrives-is-forgotten", "plan.whole_chunks:update_whole_chunks").by(
-        assign("held", "{*moment.held}", nth=1),
-        f"{PLAN}::test_what_is_held_when_a_gradient_arrives_is_so_in_its_chunk_too",
+    Fault("what-is-held-as-a-gradient-arrives-is-forgotten", "plan.recorder:_only_used").by(
+        returns("refs"),
+        "tests/session/test_blocks.py::test_blocks_that_are_computed_again_have_the_same_bits[False-in_backward]",
     ),
     Fault("gradients-that-have-not-come-are-used-with-the-others", "step.pending_step:PendingStep.pieces").by(
         returns("pieces"), f"{SESSION}::test_a_step_that_is_closed_is_about_what_has_come_alone"

@@ -114,8 +114,7 @@ def test_a_gradient_that_must_wait_or_has_a_home_below_is_left_to_the_other_way(
 def test_what_is_held_when_a_gradient_arrives_is_so_in_its_chunk_too() -> None:
     layout = layout_of(1, 1)
     weight = PlaneRef(1, WEIGHT)
-    before = use(0, held=(weight,), nonmodel_bytes=9, live_bytes=5)
-    found = whole(layout, before, arrival(1, layout, nonmodel_bytes=7, live_bytes=6), slots=100)
+    found = whole(layout, use(0), arrival(1, layout, held=(weight,), nonmodel_bytes=7, live_bytes=6), slots=100)
     assert found is not None
     _, arrives, update = found.trace.moments
     assert arrives.held == (weight,)

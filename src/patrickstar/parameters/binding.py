@@ -91,6 +91,7 @@ class Binding:
         access: gives parameters their bytes.
         gradients: what `.grad` of a parameter is. assembled: what stands for gradients and for the optimizer's state in chunks.
         changes: what uses change in place. saved: packs what autograd saves.
+        parameter_class, plain_class: of parameters between uses, and of ordinary ones.
         whole: the parameters, while they keep their bytes, as `is_whole` says. owner: as given.
         device: where parameters are used, as given.
     """
@@ -124,9 +125,9 @@ class Binding:
 
         # Fake tensors are a class of their own, and what stands for them must be a subclass of it.
         base = next((FakeTensor for parameter in named.values() if isinstance(parameter, FakeTensor)), Tensor)
-        self._plain_class: type[Any] = nn.Parameter if base is Tensor else base
-        classes = managed_classes(self, self._plain_class, base)
-        self._parameter_class, self._alias_class, self._detached_class, self._assembled_class = classes
+        self.plain_class: type[Any] = nn.Parameter if base is Tensor else base
+        classes = managed_classes(self, self.plain_class, base)
+        self.parameter_class, self._alias_class, self._detached_class, self._assembled_class = classes
         self.access = WeightAccess(self.records, owner, leases, counts, alias_class=self._alias_class, base=base)
         self.assembled = AssembledTensors(self.access, self._assembled_class, device=device)
         self.changes = Changes(self.access, self.assembled, self._owners_of, rewriting)
@@ -152,7 +153,7 @@ class Binding:
             for bound in self.records.values():
                 self._bound[id(bound.parameter)] = bound
                 bound.parameter.data = bound.standin
-                bound.parameter.__class__ = self._parameter_class
+                bound.parameter.__class__ = self.parameter_class
                 self.gradients.watch(bound)
             self.gradients.lie_apart()
 
@@ -164,18 +165,6 @@ class Binding:
             for bound in self:
                 bound.parameter.__class__ = nn.Parameter
             self.whole.take()
-
-    def make_ordinary(self, records: Sequence[BoundParameter]) -> None:
-        """Gives parameters the plain class, which no operation asks for them, and their gradients."""
-        for bound in records:
-            bound.parameter.__class__ = self._plain_class
-        self.gradients.show(records)
-
-    def make_managed(self, records: Sequence[BoundParameter]) -> None:
-        """Gives parameters the class of those that are bound by use again."""
-        self.gradients.hide(records)
-        for bound in records:
-            bound.parameter.__class__ = self._parameter_class
 
     def release(self, data_of: Callable[[BoundParameter], Tensor | None]) -> None:
         """Turns every parameter into an ordinary one again, with the data given; where that is None, the parameter stays a stand-in."""
@@ -197,11 +186,11 @@ class Binding:
 
     def is_managed(self, tensor: Tensor) -> bool:
         """Tells whether a tensor is a managed parameter, and has the class of one."""
-        return id(tensor) in self.names and type(tensor) is (nn.Parameter if self.is_whole else self._parameter_class)
+        return id(tensor) in self.names and type(tensor) is (nn.Parameter if self.is_whole else self.parameter_class)
 
     def are_managed(self) -> bool:
         """Tells whether every parameter has the class of one that is managed."""
-        kind = nn.Parameter if self.is_whole else self._parameter_class
+        kind = nn.Parameter if self.is_whole else self.parameter_class
         return [type(bound.alive) for bound in self.by_name.values()] == [kind] * len(self.by_name)
 
     def __iter__(self) -> Iterator[BoundParameter]:

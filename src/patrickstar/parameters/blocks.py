@@ -60,7 +60,7 @@ class Place:
     is_compiled: bool
 
     def without(self, labels: Collection[str]) -> Iterator[Place]:
-        """This block or, where it has one of these parameters, the blocks inside of it."""
+        """Gives this block or, where it has one of these parameters, the blocks inside of it."""
         if self.is_compiled or self.names.isdisjoint(labels):
             yield self
         else:
@@ -186,11 +186,10 @@ class Blocks:
         memory = [bound.tensor().untyped_storage()._cdata for bound in block.records]
         first_node = next_sequence_number()
         try:
-            with self._binding.saved.around_use() if torch.is_grad_enabled() else nullcontext():
-                with (
-                    unobserved() if is_compiled(module) or is_compiling() else nullcontext()
-                ):  # torch's guards look at keys of dispatch
-                    result = run()
+            saves = self._binding.saved.around_use() if torch.is_grad_enabled() else nullcontext()
+            compiles = is_compiled(module) or is_compiling()  # which guards on keys of dispatch
+            with saves, unobserved() if compiles else nullcontext():
+                result = run()
             self._await_backward(block, result, first_node)
             return result
         finally:
@@ -226,13 +225,19 @@ class Blocks:
                 self._access.enter(block.records, tell)
             for bound in block.records:
                 self._ordinary[bound] = self._ordinary.get(bound, 0) + 1
-            self._binding.make_ordinary([bound for bound in block.records if self._ordinary[bound] == 1])
+            new = [bound for bound in block.records if self._ordinary[bound] == 1]
+            for bound in new:
+                bound.parameter.__class__ = self._binding.plain_class
+            self._binding.gradients.show(new)
 
     def _leave(self, block: Block) -> None:
         with self._access.lock, Plain():
             for bound in block.records:
                 self._ordinary[bound] -= 1
-            self._binding.make_managed([bound for bound in block.records if not self._ordinary[bound]])
+            left = [bound for bound in block.records if not self._ordinary[bound]]
+            self._binding.gradients.hide(left)
+            for bound in left:
+                bound.parameter.__class__ = self._binding.parameter_class
             if not _is_container(block.module):
                 self._access.leave(block.records)
 

@@ -35,7 +35,7 @@ class GradientAccess:
         assembled: what stands for gradients in chunks. use: where gradients go. bound: the records of parameters and tiles, by `id()`.
 
     Attributes:
-        arrives: is told of each gradient before the owner is.
+        arrives: is told of each gradient before the owner is. are_kept: tells whether the session may have a gradient of any of them.
         own: the parameters whose gradient is the user's own, by name. stay: True where gradients stay the tensors that autograd made.
     """
 
@@ -53,6 +53,7 @@ class GradientAccess:
         self.stay = False
         self._shown: dict[BoundParameter, Tensor | None] = {}
         self.own: set[str] = set()
+        self.are_kept: Callable[[], bool] = lambda: False
         self.arrives: Callable[[BoundParameter], None] = lambda _: None
 
     def stay_put(self) -> None:
@@ -142,7 +143,7 @@ class GradientAccess:
 
     def show(self, records: Sequence[BoundParameter]) -> None:
         """Has `p.grad` of parameters that are ordinary ones for a while be what it is otherwise."""
-        if self._owner.has_gradients():
+        if self.are_kept():
             for bound in records:
                 gradient = self.get(bound)
                 if gradient is not bound.parameter.grad:

@@ -54,10 +54,6 @@ class Owner(Protocol):
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Takes a gradient that has arrived in backward."""
 
-    def has_gradients(self) -> bool:
-        """Tells whether any parameter has a gradient, or had one that was used."""
-        return False
-
     def has_gradient(self, name: str) -> bool:
         """Tells whether a parameter has a gradient."""
 

@@ -67,7 +67,9 @@ def expect_ordinary_call(
             f"a forward of {name} while __torch_function__ is switched off (torch._C.DisableTorchFunctionSubclass): nothing would see "
             "that its parameters are used. Call the model outside of that context"
         )
-    for value in _tensors_of_other_classes((args, kwargs)) if probe is not None else ():
+    for value in _tensors_of_other_classes((args, kwargs)):
+        if probe is None:
+            return
         if value.is_nested or _hides_parameters(value, probe):
             raise StateError(
                 f"an input of {name} is a {type(value).__name__}, whose operations switch __torch_function__ off: nothing would see that parameters "

@@ -89,7 +89,9 @@ def update_whole_chunks(
 
 def _update_of(chunk: int, last: Moment) -> Moment:
     """The update of a chunk whose last gradient comes with this moment."""
-    return replace(last, phase=Phase.STEP, touches=(*last.touches, Touch(PlaneRef(chunk, GRAD))), updates=chunk)
+    held = tuple(ref for ref in last.held if ref not in _touched(last))
+    touches = (*last.touches, Touch(PlaneRef(chunk, GRAD)))
+    return replace(last, phase=Phase.STEP, touches=touches, held=held, updates=chunk)
 
 
 def _held_after(trace: Trace, last: Mapping[int, int]) -> set[int]:

@@ -164,6 +164,8 @@ def build_step(
             stretches=stretches,
             in_chunks=in_chunks,
         )
+    in_backward = setup.gradients is GradientUse.UPDATE  # where those that were used are told from none
+    binding.gradients.are_kept = lambda: in_backward or bool(in_chunks.names)
     steps = {} if training is None else training.steps
     events.to = Neighbours(
         executor=executor,

@@ -172,10 +172,6 @@ class Events:
         self.to.training.gradient(name, gradient)
         self.seconds["backward"] = time.perf_counter() - self._backward_began_s
 
-    def has_gradients(self) -> bool:
-        """Tells whether any parameter has a gradient in its plane, or had one that was used."""
-        return self.to.training is not None and self.to.training.has_gradients()
-
     def has_gradient(self, name: str) -> bool:
         """Tells whether a parameter has a gradient in its plane."""
         return self.to.training is not None and self.to.training.has_gradient(name)

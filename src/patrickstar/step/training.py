@@ -115,10 +115,6 @@ class Training(ABC):
 
     # gradients read and let go
 
-    def has_gradients(self) -> bool:
-        """Tells whether any parameter has a gradient in the plane, or had one that was used."""
-        return bool(self.in_chunks.names)
-
     def has_gradient(self, name: str) -> bool:
         """Tells whether a parameter has a gradient in the plane."""
         return name in self.in_chunks.names

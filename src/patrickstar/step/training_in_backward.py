@@ -170,10 +170,6 @@ class InBackwardTraining(Training):
         """Tells whether the gradient of a parameter has been used as it came, and nobody has zeroed it since."""
         return name in self._spent or (name in self._updated and not self.has_gradient(name))
 
-    def has_gradients(self) -> bool:
-        """Tells whether any parameter has a gradient in the plane, or had one that was used."""
-        return bool(self._spent or self._updated) or super().has_gradients()
-
     def drop_gradient(self, name: str) -> None:
         """Drops a gradient in the plane: the user has set `p.grad` to None, or to a tensor."""
         self._spent.discard(name)

@@ -51,7 +51,7 @@ def no_side_effects(device: torch.device) -> Iterator[None]:
     """A context in which the user's modes are off, and of which neither a profile nor draws nor warnings show. See Note [Side effects]."""
     with ExitStack() as stack:
         stack.enter_context(uncompiled())
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # type: ignore[no-untyped-call]
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(without_modes())
         stack.enter_context(unobserved())
         stack.enter_context(unprofiled())
