@@ -176,7 +176,7 @@ class Blocks:
         try:
             if recomputes:
                 self._open(block, self._access.owner.use)
-            self._enter(block, _is_there if recomputes else None)
+            self._enter(block)
         except BudgetError:
             if block.path not in self.bound or is_compiled(module):
                 raise
@@ -186,7 +186,7 @@ class Blocks:
         memory = [bound.tensor().untyped_storage()._cdata for bound in block.records]
         first_node = next_sequence_number()
         try:
-            saves = self._binding.saved.around_use() if torch.is_grad_enabled() else nullcontext()
+            saves = self._binding.saved.around_use(of_block=True) if torch.is_grad_enabled() else nullcontext()
             compiles = is_compiled(module) or is_compiling()  # which guards on keys of dispatch
             with saves, unobserved() if compiles else nullcontext():
                 result = run()
@@ -219,10 +219,10 @@ class Blocks:
         trains = torch.is_grad_enabled() and any(bound.parameter.requires_grad for bound in block.records)
         return not (block.module.training or trains)
 
-    def _enter(self, block: Block, tell: Tell | None) -> None:
+    def _enter(self, block: Block) -> None:
         with self._access.lock, Plain():
             if not _is_container(block.module):
-                self._access.enter(block.records, tell)
+                self._access.enter(block.records)
             for bound in block.records:
                 self._ordinary[bound] = self._ordinary.get(bound, 0) + 1
             new = [bound for bound in block.records if self._ordinary[bound] == 1]
@@ -283,10 +283,6 @@ class Blocks:
     def are_held(self) -> bool:
         """Tells whether there are blocks, and something holds weights: perhaps a view of one that has outlived its block."""
         return bool(self.bound) and any(ref.plane == WEIGHT for ref in self._access.leases.held())
-
-
-def _is_there(label: str, touches: Sequence[Touch]) -> None:
-    """Fetches nothing."""
 
 
 def _backward_begins(blocks: weakref.ref[Blocks], block: Block, *_: Any) -> None:

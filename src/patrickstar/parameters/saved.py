@@ -143,8 +143,11 @@ class SavedTensors:
     lasting: Callable[[torch.Tensor], torch.Tensor]
     standin: Callable[[torch.nn.Parameter], torch.Tensor]
 
-    def around_use(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """A context in which saved aliases of parameters are packed here, and other tensors by the hooks that were on top before."""
+    def around_use(self, *, of_block: bool = False) -> torch.autograd.graph.saved_tensors_hooks:
+        """A context in which saved aliases of parameters are packed here, and other tensors by the hooks that were on top before.
+
+        `of_block`: whether it is a call of a block, not a use in one.
+        """
         if not are_saved_tensors_hooks_allowed():
             raise StateError(
                 "a use of a managed parameter where hooks of saved tensors are forbidden (torch.autograd.graph.disable_saved_tensors_hooks, which "
@@ -163,9 +166,10 @@ class SavedTensors:
                     return SavedUnderneath(packed, underneath[1])
                 return SavedSliceUnderneath(saved, underneath[1])
             if saved is not None and underneath is not None and is_recomputed:
-                # It counts what is saved, and stops when all of it is there again. Kept by it, an alias would hold its slot. Where the forward
-                # ran in a block, it has seen weights as they are, and gives back what it sees again.
-                if saved.owner.dtype is tensor.dtype and id(saved.owner) not in self.access.in_blocks:
+                # It counts what is saved, and stops when all of it is there again. Kept by it, an alias would hold its slot. Inside of a block
+                # it has seen weights as they are, and gives back what it sees again.
+                is_inside = not of_block and id(saved.owner) in self.access.in_blocks
+                if saved.owner.dtype is tensor.dtype and not is_inside:
                     tensor = torch.as_strided(self.standin(saved.owner), tensor.shape, [0] * tensor.dim())
                 return SavedSliceRecomputed(saved, underneath[0](tensor), underneath[1])
             if saved is not None:

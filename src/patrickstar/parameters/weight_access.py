@@ -82,10 +82,15 @@ class WeightAccess:
                 touches = tuple(sorted({touch for bound in found for touch in bound.touches}))
             if tell is None and backward_id() == -1:  # else it is part of a recomputation
                 self._count(found)
-            (tell or self.owner.use)(found[0].name, touches)
-            units = [self.leases.take(touch.ref) for touch in touches]  # none may leave while copies are made
-            leased = {bound.key: self.lease(bound.key) for bound in found}
-            del units
+            if all(bound in self.open for bound in found):
+                leased = {bound.key: self.open[bound] for bound in found}
+            else:
+                if not any(bound in self.open for bound in found):
+                    self.close()  # a backward is elsewhere
+                (tell or self.owner.use)(found[0].name, touches)
+                units = [self.leases.take(touch.ref) for touch in touches]  # none may leave while copies are made
+                leased = {bound.key: self.lease(bound.key) for bound in found}
+                del units
             for bound in found:
                 self.held[bound] = self.held[bound] + 1 if bound in self.held else 1
                 if self.held[bound] == 1:
@@ -169,11 +174,13 @@ class WeightAccess:
     def unpack(self, key: WeightKey) -> Tensor:
         """The 1-D tensor over a unit or a copy, for a backward that needs what a use has saved."""
         with self.lock, Plain():
-            first = self.parameters_in(key)[0]
+            found = self.parameters_in(key)
+            for bound in found:
+                if bound in self.open and bound.key == key:
+                    return self.open[bound]
+            self.close()  # the backward is elsewhere
             units = []
-            for ref in first.refs:
-                if not any(bound in self.open for bound in self.parameters_in(ref)):
-                    self.close()  # the backward is elsewhere
-                    self.owner.unpack(first.name, (Touch(ref),))
+            for ref in found[0].refs:
+                self.owner.unpack(found[0].name, (Touch(ref),))
                 units.append(self.leases.take(ref))
-            return units[0] if key == first.ref else self.lease(key)
+            return units[0] if key == found[0].ref else self.lease(key)

@@ -66,14 +66,14 @@ def worst_moment(
     return worst
 
 
-def labels_beyond(trace: Trace, budget_bytes: int, *, start: Residency) -> set[str]:
-    """The labels of those moments of a step, which comes after others, that need more than a budget."""
+def beyond(trace: Trace, budget_bytes: int, *, start: Residency) -> list[Moment]:
+    """Those moments of a step, which comes after others, that need more than a budget."""
     counts = slots_needed(trace, start=start, has_contents=_once_trained)
-    return {
-        moment.label
+    return [
+        moment
         for moment, slots in zip(trace.moments, counts, strict=True)
         if slots * start.slot_bytes + moment.nonmodel_bytes > budget_bytes
-    }
+    ]
 
 
 def within(trace: Trace, budget_bytes: int, *, start: Residency) -> Trace:

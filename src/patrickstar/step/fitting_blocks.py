@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from patrickstar.core.planes import WEIGHT
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.parameters.blocks import NotInBlocksError, Place
 from patrickstar.parameters.changes import UnseenChangeError
 from patrickstar.parameters.saved import WeightChangedError
-from patrickstar.plan.fit import labels_beyond, worst_moment
+from patrickstar.plan.fit import beyond, pinned_at, worst_moment
 from patrickstar.plan.residency import Residency
 from patrickstar.step.budgets import Budgets, with_retention
 from patrickstar.tracing.offline import Foreseen, OfflineTracer
@@ -61,8 +62,7 @@ class FittingBlocks:
                 places = ()  # only by use it shows which operation does what
                 continue
             foreseen = replace(foreseen, trace=with_retention(foreseen.trace, self.budgets))
-            beyond = self._beyond(foreseen.trace) if places else set()
-            smaller = tuple(inner for place in places for inner in place.without(beyond))
+            smaller = self._smaller(places, foreseen.trace)
             if smaller == places:
                 return foreseen, paths
             places = smaller
@@ -76,15 +76,23 @@ class FittingBlocks:
                 for place in places
                 for touches in [[Touch(ref) for name in place.names for ref in layout.weight_units(name)]]
             ]
-            beyond = self._beyond(Trace(tuple(moments)))
-            smaller = tuple(inner for place in places for inner in place.without(beyond))
+            smaller = self._smaller(places, Trace(tuple(moments)))
             if smaller == places:
                 return tuple(place.path for place in places)
             places = smaller
 
-    def _beyond(self, trace: Trace) -> set[str]:
-        """The labels of moments for which there is no room."""
-        start = self.start(trace)
+    def _smaller(self, places: tuple[Place, ...], trace: Trace) -> tuple[Place, ...]:
+        """The places but those for which some moment has no room, with what is inside of them; the same where all fit, or nothing is inside."""
+        if not places:
+            return places
+        start, layout = self.start(trace), self.tracer.layout
         need = worst_moment(trace, start=start, trained=torch.is_grad_enabled())
         machine = self.budgets.machine_for(need.nbytes, taken_bytes=self.taken_bytes())
-        return labels_beyond(trace, machine.budget[machine.compute], start=start)
+        moments = beyond(trace, machine.budget[machine.compute], start=start)
+        pinned = {ref for moment in moments for ref in pinned_at(moment) if ref.plane == WEIGHT}
+        held = {name for ref in pinned for name in layout.run_of(ref.chunk).tensors}
+        for names in ({moment.label for moment in moments}, held):
+            smaller = tuple(inner for place in places for inner in place.without(names))
+            if smaller != places:
+                return smaller
+        return places
