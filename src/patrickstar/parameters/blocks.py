@@ -49,6 +49,9 @@ Tell = Callable[[str, Sequence[Touch]], None]
 FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 """Modules with a path that torch takes only where parameters are of no subclass, and that computes other bits."""
 
+WITH_FUSED = (*FUSED, nn.TransformerEncoder)
+"""These, and what asks for it on behalf of the layers in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -123,8 +126,7 @@ class Blocks:
 
     def watch(self) -> None:
         """Watches modules that torch computes otherwise where parameters are of a subclass, from now on: these are bound by use."""
-        kinds = (*FUSED, nn.TransformerEncoder)
-        self._watch([(path, module) for path, module in self._model.named_modules() if isinstance(module, kinds)])
+        self._watch([(path, module) for path, module in self._model.named_modules() if isinstance(module, WITH_FUSED)])
 
     def bind(self, paths: Iterable[str]) -> None:
         """Has these modules be the blocks from now on; whatever a backward has left open is closed."""
@@ -135,7 +137,7 @@ class Blocks:
         self.bound = paths
         modules = [(path, self._model.get_submodule(path)) for path in self.bound]
         self._watch(modules)
-        self._access.in_blocks = {id(parameter) for _, module in modules for parameter in module.parameters()}
+        self._access.in_blocks.update(id(parameter) for _, module in modules for parameter in module.parameters())
 
     def _watch(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         new = []
@@ -147,14 +149,10 @@ class Blocks:
                 records = tuple(bound for bound in found if bound is not None)
                 self._blocks[id(module)] = Block(path, module, records)
                 new.append(module)
-        for method in (
-            "forward",
-            "_call_impl",
-        ):  # torch looks for hooks of the former; of the others, hooks belong to the call
-            kinds = [
-                module for module in new if isinstance(module, (*FUSED, nn.TransformerEncoder)) == (method == "forward")
-            ]
-            self._watched.append(watch_calls(kinds, self, method))
+        # Inside of the hooks of what has a fused path, as torch looks for these; around those of others, which may use parameters.
+        fused = [module for module in new if isinstance(module, WITH_FUSED)]
+        others = [module for module in new if not isinstance(module, WITH_FUSED)]
+        self._watched += [watch_calls(fused, self, "forward"), watch_calls(others, self, "_call_impl")]
 
     def remove(self) -> None:
         """Watches nothing any more."""
@@ -214,7 +212,7 @@ class Blocks:
         """Tells whether a call of a block that begins now has ordinary parameters."""
         if block.path in self.bound:
             return True
-        if not isinstance(block.module, (*FUSED, nn.TransformerEncoder)):
+        if not isinstance(block.module, WITH_FUSED):
             return False
         trains = torch.is_grad_enabled() and any(bound.parameter.requires_grad for bound in block.records)
         return not (block.module.training or trains)
