@@ -85,9 +85,8 @@ class _Overlap:
         self._kept: list[list[Action]] = []
         self._free = FreeSlots(self._free_slots())
         self._pins = self._all_pins()
-        self._dropped: dict[int, dict[PlaneRef, int]] = defaultdict(
-            dict
-        )  # what leaves at a moment, and when it has left
+        # What leaves at a moment, and when it has left.
+        self._dropped: dict[int, dict[PlaneRef, int]] = defaultdict(dict)
         self._written: dict[PlaneRef, int] = {}
         self._since: dict[PlaneRef, int] = {}  # the moment from which a unit's contents are below, and it is not here
         self._landed: dict[PlaneRef, int] = {}  # the moment before which a unit's last transfer has been waited for
@@ -157,14 +156,13 @@ class _Overlap:
         for ref, at in self._dropped[index].items():
             gone[ref] = list(by_unit[ref])
             self._since[ref] = at
+        for ref, at in early.items():
+            self._moved[at].copies += filter(is_copy, by_unit[ref])
         for ref, own in by_unit.items():
             at = self._goes_down(ref, own, index)
             if at < index:
                 early[ref] = at
-                self._moved[at].write_backs += list(filter(is_copy, own))
-        for ref, at in early.items():
-            if self._arrives(by_unit[ref]):
-                self._moved[at].copies += list(filter(is_copy, by_unit[ref]))
+                self._moved[at].write_backs += filter(is_copy, own)
         self._note_places(actions, gone, index)
         return [
             action

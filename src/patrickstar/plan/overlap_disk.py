@@ -81,8 +81,7 @@ class _OverlapDisk:
             )
             self._touched.update((ref, index) for ref in (*self._units(actions), *uses))
             self._touched.update((ref, index) for ref in freed_after.get(index, ()))
-        nothing = _MovedHere()
-        moved = [self._moved.get(index, nothing) for index in range(len(kept))]
+        moved = (self._moved[index] for index in range(len(kept)))
         moments = ((*one.before, *stays, *one.after) for one, stays in zip(moved, kept, strict=True))
         return replace(self._plan, moments=tuple(moments))
 
