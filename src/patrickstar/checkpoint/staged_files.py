@@ -64,10 +64,7 @@ def staged(
         DeviceError: the directory cannot be used, another writer is there, or less is free.
     """
     _make_directories(directory, io)
-    with (
-        _locked(directory, io, what=what),
-        ThreadPoolExecutor(1, thread_name_prefix="patrickstar-checkpoint") as lane,
-    ):
+    with _locked(directory, io, what=what), ThreadPoolExecutor(1, thread_name_prefix="patrickstar-checkpoint") as lane:
         _sweep(directory, io)
         _check_space(directory, nbytes, io, what=what, intact=intact)
         path = aside(directory)

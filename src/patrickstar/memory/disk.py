@@ -73,12 +73,7 @@ class DiskPool:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        *,
-        units: Mapping[PlaneRef, int],
-        budget_bytes: int,
-        io: FileIO | None = None,
+        self, directory: Path, *, units: Mapping[PlaneRef, int], budget_bytes: int, io: FileIO | None = None
     ) -> None:
         for ref, size in units.items():
             if size < 1 or size % ALIGNMENT:
@@ -103,8 +98,7 @@ class DiskPool:
             self.take(ref)
         if kept_in_memory(directory):
             logger.warning(
-                "disk=%s is memory itself (tmpfs): offloading to it frees none; name a directory on a disk",
-                directory,
+                "disk=%s is memory itself (tmpfs): offloading to it frees none; name a directory on a disk", directory
             )
 
     def add(self, units: Mapping[PlaneRef, int]) -> None:

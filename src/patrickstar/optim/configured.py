@@ -20,11 +20,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSetti
     """torch's AdamW where the decay is decoupled, else its Adam, with one group."""
     kind = torch.optim.AdamW if settings.decoupled else torch.optim.Adam
     return kind(
-        list(parameters),
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
+        list(parameters), lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
     )
 
 

@@ -40,11 +40,7 @@ def update(
 
 
 def _update_block(
-    weight: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    scalars: Coefficients,
+    weight: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, scalars: Coefficients
 ) -> None:
     if scalars.shrink is not None:
         weight.mul_(scalars.shrink)
