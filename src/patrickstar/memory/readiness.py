@@ -21,15 +21,10 @@ Place = tuple[PlaneRef, Tier]
 
 
 class Readiness:
-    """The last works on each place that may still be under way on a device. `device`: None where nothing is, and nobody has to ask.
-
-    Attributes:
-        is_needed: true where works are queued on a device.
-    """
+    """The last works on each place that may still be under way on a device. `device`: None where nothing is, and nobody has to ask."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
-        self.is_needed = device is not None
         self._streams: dict[int, torch.Stream] = {}
         self._written: dict[Place, Ticket] = {}
         self._read: dict[Place, list[Ticket]] = {}

@@ -20,26 +20,18 @@ LARGEST_STEP = 2**24
 """torch takes the step as fp32, which counts no further."""
 
 
-def update(
-    weight: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    *,
-    step: int,
-    hyper: Hyper,
-) -> None:
-    """`torch._fused_adamw_` and `torch._fused_adam_`: bit-equal to the reference at every length and address.
-
-    They are the definition where torch's code for this machine is fused, and are used nowhere else: `choose_kernel` asks. A
-    length that is a multiple of 16 needs no second part; tensors in chunks are padded to that.
-    """
-    update_all([(weight, grad, exp_avg, exp_avg_sq)], step=step, hyper=hyper)
+def update(*planes: torch.Tensor, step: int, hyper: Hyper) -> None:
+    """Updates one tensor."""
+    update_all([planes], step=step, hyper=hyper)
 
 
 @torch.no_grad()
 def update_all(tensors: Sequence[tuple[torch.Tensor, ...]], *, step: int, hyper: Hyper) -> None:
-    """Updates many tensors, each as (weight, gradient, exp_avg, exp_avg_sq), in one call of torch's."""
+    """One call of `torch._fused_adamw_` or `torch._fused_adam_`: bit-equal to the reference at every length and address.
+
+    They are the definition where torch's code for this machine is fused, and are used nowhere else: `choose_kernel` asks. A
+    length that is a multiple of 16 needs no second part; tensors in chunks are padded to that.
+    """
     bodies, rests = list[tuple[torch.Tensor, ...]](), list[tuple[torch.Tensor, ...]]()
     for planes in tensors:
         check_planes(*planes, step=step)
