@@ -180,11 +180,9 @@ def on_tiers(updates: Trace, tiers: Mapping[int, Tier]) -> Trace:
 
 def on_tier(update: Moment, tier: Tier | None) -> Moment:
     """The moment of an update on a tier; None: on the one that computes."""
-    return (
-        update
-        if tier is None
-        else replace(update, touches=tuple(touch._replace(tier=tier) for touch in update.touches))
-    )
+    if tier is None:
+        return update
+    return replace(update, touches=tuple(touch._replace(tier=tier) for touch in update.touches))
 
 
 def norm_trace(layout: Layout, names: Iterable[str], *, formats: Formats, scratch_bytes: int = 0) -> Trace:
