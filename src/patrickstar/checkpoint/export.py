@@ -22,7 +22,7 @@ from patrickstar.checkpoint.shards import Shard, plan_shards, write_shard
 from patrickstar.checkpoint.staged_files import staged, sync_directory
 from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.checkpoint.weight_files import INDEX_FILE, STEM, WEIGHTS_FILE
-from patrickstar.memory.fileio import FileIO, reported
+from patrickstar.memory.fileio import SYSTEM, FileIO, reported
 
 __all__ = ["write_model"]
 
@@ -36,7 +36,7 @@ def write_model(
     read: Callable[[str], Iterable[torch.Tensor]],
     describe: Callable[[Path], None],
     shard_bytes: int,
-    io: FileIO | None = None,
+    io: FileIO = SYSTEM,
 ) -> None:
     """Write the tensors to `directory`, in files of at most `shard_bytes` each, unless one tensor is larger.
 
@@ -46,7 +46,6 @@ def write_model(
     Raises:
         DeviceError: it cannot be written; with file, offset and bytes. ConfigError: a tensor the format does not have.
     """
-    io = io or FileIO()
     shards = plan_shards(
         [TensorEntry(one.name, one.dtype, one.shape, STEM) for one in entries], shard_bytes=shard_bytes
     )

@@ -10,7 +10,7 @@ from patrickstar.checkpoint.format import INDEX_NAME, OLD_PREFIX, STEP_NAME
 from patrickstar.checkpoint.reader import StepReader
 from patrickstar.checkpoint.source import read_small
 from patrickstar.errors import CheckpointError
-from patrickstar.memory.fileio import FileIO, reported
+from patrickstar.memory.fileio import SYSTEM, FileIO, reported
 
 __all__ = ["LATEST_NAME", "is_complete", "newest_intact", "open_step", "saved_steps", "step_directories"]
 
@@ -19,14 +19,13 @@ LATEST_NAME = "latest"
 _log = logging.getLogger("patrickstar")
 
 
-def open_step(path: Path, *, io: FileIO | None = None) -> StepReader:
+def open_step(path: Path, *, io: FileIO = SYSTEM) -> StepReader:
     """The checkpoint at `path`: the directory that holds `latest`, or the directory of one step.
 
     Raises:
         CheckpointError: none is there, or it is not what the rules of `reader.py` say. The message names the file,
             and the newest checkpoint beside it that is intact (those beside it are read until one is found).
     """
-    io = io or FileIO()
     found = _resolve(path, io)
     try:
         return StepReader(found, io=io, advice=lambda: _advice(found, io))
@@ -34,12 +33,11 @@ def open_step(path: Path, *, io: FileIO | None = None) -> StepReader:
         raise CheckpointError(f"{problem}{_advice(found, io)}") from problem
 
 
-def newest_intact(directory: Path, *, io: FileIO | None = None, but: Path | None = None) -> Path | None:
+def newest_intact(directory: Path, *, io: FileIO = SYSTEM, but: Path | None = None) -> Path | None:
     """The directory of the newest step whose every byte is what was written, other than `but`; None where there is none.
 
     The one that `latest` names is the newest, then those written last. Reads whole checkpoints until one passes.
     """
-    io = io or FileIO()
     try:
         candidates = step_directories(directory, io)
     except CheckpointError:
@@ -56,7 +54,7 @@ def newest_intact(directory: Path, *, io: FileIO | None = None, but: Path | None
 
 def saved_steps(directory: Path | None) -> list[Path]:
     """The directories of steps in a directory that may not be there."""
-    return step_directories(directory, FileIO()) if directory is not None and directory.is_dir() else []
+    return step_directories(directory, SYSTEM) if directory is not None and directory.is_dir() else []
 
 
 def step_directories(directory: Path, io: FileIO) -> list[Path]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from patrickstar.errors import StateError
 from patrickstar.memory.driver import DeviceAddresses, granule_bytes
-from patrickstar.memory.space import Space, copy_by_unit
+from patrickstar.memory.space import Space, copy_by_unit, still_open
 from patrickstar.torch_private import storage_at
 
 __all__ = ["DeviceSpace"]
@@ -116,14 +116,8 @@ class DeviceSpace(Space):
         return range(first, at + nbytes, self._piece_bytes)
 
     def _open(self) -> DeviceAddresses:
-        if self._addresses is None:
-            raise StateError(f"the {self.name} arena is closed")
-        if os.getpid() != self._owner:
-            raise StateError(
-                f"the {self.name} arena belongs to process {self._owner}, and this one was forked from it, where CUDA cannot be used: "
-                "use the model in the process that manages it, or start workers with the spawn method"
-            )
-        return self._addresses
+        forked = ", where CUDA cannot be used"
+        return still_open(self._addresses, name=self.name, owner=self._owner, forked=forked)
 
 
 def _close_after(left: set[int], number: int, addresses: DeviceAddresses, device: torch.device) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from patrickstar.errors import DeviceError
-from patrickstar.memory.fileio import FileIO, reported
+from patrickstar.memory.fileio import SYSTEM, FileIO, reported
 
 __all__ = ["DISK_SHARE", "expect_usable", "free_bytes", "kept_in_memory", "prepare_directory"]
 
@@ -34,13 +34,12 @@ def prepare_directory(directory: Path) -> None:
         )
 
 
-def expect_usable(directory: Path, *, io: FileIO | None = None) -> None:
+def expect_usable(directory: Path, *, io: FileIO = SYSTEM) -> None:
     """Sets a page aside in a file in the directory, and removes the file again. A directory yet to be made is tried at its parent.
 
     Raises:
         DeviceError: no parent, not a directory, nothing can be written there, or nothing is free.
     """
-    io = io if io is not None else FileIO()
     # As the files of a pool are called: what a process that is killed right here leaves goes with those.
     place = _place(directory)
     probe = place / f"patrickstar-{os.getpid()}-{secrets.token_hex(4)}.probe"
@@ -68,7 +67,7 @@ def free_bytes(directory: Path) -> int:
     """
     place = _place(directory)
     with reported(f"{_argument(directory)}: cannot be asked what is free"):
-        return FileIO().free_bytes(place)
+        return SYSTEM.free_bytes(place)
 
 
 def _place(directory: Path) -> Path:

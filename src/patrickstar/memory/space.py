@@ -6,7 +6,7 @@ import ctypes
 import os
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,9 @@ from torch import Tensor
 from patrickstar.errors import StateError
 from patrickstar.memory.mapping import HUGE_PAGE_BYTES, absent_bytes, advise_huge, discard, inherit, reserve
 
-__all__ = ["HostSpace", "Space", "copy_by_unit"]
+__all__ = ["HostSpace", "Space", "copy_by_unit", "still_open"]
+
+_Memory = TypeVar("_Memory")
 
 
 class Space(Protocol):
@@ -126,14 +128,19 @@ class HostSpace(Space):
         self._open()
 
     def _open(self) -> ctypes.Array[ctypes.c_char]:
-        if self._memory is None:
-            raise StateError(f"the {self.name} arena is closed")
-        if os.getpid() != self._owner:
-            raise StateError(
-                f"the {self.name} arena belongs to process {self._owner}, and this one was forked from it: "
-                "use the model in the process that manages it, or start workers with the spawn method"
-            )
-        return self._memory
+        return still_open(self._memory, name=self.name, owner=self._owner)
+
+
+def still_open(memory: _Memory | None, *, name: str, owner: int, forked: str = "") -> _Memory:
+    """The memory of an arena. StateError: it has been let go of, or belongs to another process. `forked`: what is said of that as well."""
+    if memory is None:
+        raise StateError(f"the {name} arena is closed")
+    if os.getpid() != owner:
+        raise StateError(
+            f"the {name} arena belongs to process {owner}, and this one was forked from it{forked}: "
+            "use the model in the process that manages it, or start workers with the spawn method"
+        )
+    return memory
 
 
 def copy_by_unit(source: Space, from_: int, target: Space, at: int, nbytes: int, *, unit_bytes: int) -> None:

@@ -27,9 +27,8 @@ class StreamTicket:
         if stream is not None:
             try:
                 self._event = stream.record_event()
-            except (
-                torch.AcceleratorError
-            ) as error:  # nothing runs there any more: slots may be given back, and what comes after this fails
+            except torch.AcceleratorError as error:
+                # Nothing runs there any more: slots may be given back, and what comes after this fails.
                 self._end = CompletedTicket(DeviceFailureError(error))
 
     def settle(self, how: torch.Event | BaseException) -> None:

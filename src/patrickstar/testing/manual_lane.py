@@ -91,7 +91,7 @@ class RandomLane(ManualLane):
             thread.join()
 
 
-class ManualTicket:
+class ManualTicket(Ticket):
     """A work of a `ManualLane`."""
 
     def __init__(self, lane: ManualLane, work: Task, after: Collection[Ticket]) -> None:
@@ -116,12 +116,6 @@ class ManualTicket:
             self._lane.wait_for(self)
         assert self._end is not None
         self._end.wait()
-
-    def wait_until_settled(self) -> None:
-        self.wait()
-
-    def wait_on_device(self) -> None:
-        self.wait()
 
     def when_settled(self, call: Callable[[], None]) -> None:
         if self._end is None:
