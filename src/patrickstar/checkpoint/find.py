@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from patrickstar.checkpoint.format import INDEX_NAME, OLD_PREFIX, STEP_NAME
@@ -38,17 +39,13 @@ def newest_intact(directory: Path, *, io: FileIO = SYSTEM, but: Path | None = No
 
     The one that `latest` names is the newest, then those written last. Reads whole checkpoints until one passes.
     """
-    try:
-        candidates = step_directories(directory, io)
-    except CheckpointError:
-        return None
-    try:
+    latest = directory  # nothing that a candidate could be
+    with suppress(CheckpointError):
         latest = _latest(directory, io)
-    except CheckpointError:
-        latest = directory  # nothing that a candidate could be
-    for path in sorted(candidates, key=lambda path: path != latest):
-        if path != but and is_complete(path, io, bytes_too=True):
-            return path
+    with suppress(CheckpointError):
+        for path in sorted(step_directories(directory, io), key=lambda path: path != latest):
+            if path != but and is_complete(path, io, bytes_too=True):
+                return path
     return None
 
 
