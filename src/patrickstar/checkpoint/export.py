@@ -24,8 +24,6 @@ from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.checkpoint.weight_files import INDEX_FILE, STEM, WEIGHTS_FILE
 from patrickstar.memory.fileio import SYSTEM, FileIO, reported
 
-__all__ = ["write_model"]
-
 _SHARD_NAME = re.compile(rf"{STEM}-\d{{5}}-of-\d{{5}}\.safetensors")
 
 

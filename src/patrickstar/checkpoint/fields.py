@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from patrickstar.errors import CheckpointError
 
-__all__ = ["as_int", "as_object", "as_shape", "as_str", "exact_keys"]
-
 _LARGEST = 2**63 - 1  # what offsets of files and sizes of tensors can be
 
 

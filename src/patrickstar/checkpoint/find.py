@@ -13,8 +13,6 @@ from patrickstar.checkpoint.source import read_small
 from patrickstar.errors import CheckpointError
 from patrickstar.memory.fileio import SYSTEM, FileIO, reported
 
-__all__ = ["LATEST_NAME", "is_complete", "newest_intact", "open_step", "saved_steps", "step_directories"]
-
 LATEST_NAME = "latest"
 
 _log = logging.getLogger("patrickstar")

@@ -12,8 +12,6 @@ from torch.utils import _pytree
 
 from patrickstar.errors import CheckpointError
 
-__all__ = ["capture", "check", "restore"]
-
 _log = logging.getLogger("patrickstar")
 
 

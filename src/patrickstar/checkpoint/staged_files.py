@@ -17,8 +17,6 @@ from patrickstar.errors import DeviceError
 from patrickstar.memory.fileio import FileIO, reported, two_blocks
 from patrickstar.units import format_bytes
 
-__all__ = ["StagedFiles", "aside", "remove", "staged", "sync_directory"]
-
 _PREFIX = ".tmp-"
 _SLACK_BYTES = 1 << 20  # for headers, directories and the file system's own
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)

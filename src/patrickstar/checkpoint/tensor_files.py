@@ -17,8 +17,6 @@ from patrickstar.checkpoint.writer import BLOCK_BYTES
 from patrickstar.errors import CheckpointError
 from patrickstar.memory.fileio import ALIGNMENT, Blocks, FileIO, two_blocks
 
-__all__ = ["TensorFiles"]
-
 _Files = TypeVar("_Files", bound="TensorFiles")
 
 

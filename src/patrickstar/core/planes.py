@@ -5,8 +5,6 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final, NamedTuple
 
-__all__ = ["EXP_AVG", "EXP_AVG_SQ", "GRAD", "REST", "STEP", "WEIGHT", "GradientUse", "PlaneRef"]
-
 WEIGHT: Final = "weight"  # what the model computes with
 REST: Final = "rest"  # what completes a 16-bit weight to its fp32 master
 GRAD: Final = "grad"

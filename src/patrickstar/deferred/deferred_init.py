@@ -18,8 +18,6 @@ from patrickstar.hooks import watch_parameters
 from patrickstar.parameters.functions import ESCAPES, accessor
 from patrickstar.torch_private import Plain
 
-__all__ = ["deferred_by", "deferred_init", "is_building", "present_and_absent_bytes"]
-
 _SET_DATA = accessor("data", "__set__")
 _HANDS_OUT = ESCAPES | {Tensor.tolist}
 

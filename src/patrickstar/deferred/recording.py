@@ -39,8 +39,6 @@ from patrickstar.memory.allocator import release_free_memory
 from patrickstar.torch_private import Unseen
 from patrickstar.units import KIB, MIB, format_bytes
 
-__all__ = ["DeferredRecorder", "unrecordable"]
-
 _CONSTANT_BYTES = 64 * KIB  # of values that no recorded operation has made: up to here they are kept
 _RELEASE_BYTES = 32 * MIB
 _COPY = "a copy of a parameter"

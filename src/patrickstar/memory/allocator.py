@@ -17,17 +17,6 @@ from typing import Final
 
 from patrickstar.units import GIB, KIB, MIB
 
-__all__ = [
-    "Allocator",
-    "allocator",
-    "identify",
-    "release_free_memory",
-    "return_at_once",
-    "set_glibc_thresholds",
-    "set_tcmalloc_decommit",
-    "tcmalloc_library",
-]
-
 _M_TRIM_THRESHOLD: Final = -1
 _M_TOP_PAD: Final = -2
 _M_MMAP_THRESHOLD: Final = -3

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from patrickstar.memory.stream_lane import StreamTicket
 
-__all__ = ["CopyStreams"]
-
 
 class CopyStreams:
     """The last writing of each copy on a device, and the streams that come after it."""

@@ -15,8 +15,6 @@ from patrickstar.memory.driver import DeviceAddresses, granule_bytes
 from patrickstar.memory.space import Space, copy_by_unit, still_open
 from patrickstar.torch_private import storage_at
 
-__all__ = ["DeviceSpace"]
-
 
 class DeviceSpace(Space):
     """Memory of one CUDA device. What fills and copies is queued on the current stream.

@@ -31,8 +31,6 @@ from patrickstar.memory.lanes import Task
 from patrickstar.memory.mapping import reserve
 from patrickstar.units import format_bytes
 
-__all__ = ["DiskPool", "Extent", "remove_stale_files"]
-
 _ATTEMPTS: Final = 8  # to make a file that nobody else removes
 _PREFIX: Final = "patrickstar-"
 

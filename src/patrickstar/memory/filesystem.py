@@ -11,8 +11,6 @@ from typing import Final
 from patrickstar.errors import DeviceError
 from patrickstar.memory.fileio import SYSTEM, FileIO, reported
 
-__all__ = ["DISK_SHARE", "expect_usable", "free_bytes", "kept_in_memory", "prepare_directory"]
-
 DISK_SHARE: Final = 0.9
 """Share of what is free in its directory that is the disk tier's budget, where none is given."""
 

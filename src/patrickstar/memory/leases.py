@@ -27,8 +27,6 @@ from patrickstar.core.cuda_blocks import block_bytes
 from patrickstar.core.planes import PlaneRef
 from patrickstar.memory.copy_streams import CopyStreams
 
-__all__ = ["AssembledKey", "CopyKey", "Key", "Leases", "Located", "WeightKey"]
-
 
 class AssembledKey(NamedTuple):
     """The key of something kept of one parameter beside its weight: its part of a plane, or the count of its updates (`STEP`)."""

@@ -14,8 +14,6 @@ from patrickstar.core.planes import PlaneRef
 from patrickstar.memory.lanes import Ticket
 from patrickstar.memory.stream_lane import StreamTicket
 
-__all__ = ["Place", "Readiness"]
-
 Place = tuple[PlaneRef, Tier]
 """A unit's bytes on one tier."""
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from patrickstar.errors import StateError
 from patrickstar.memory.mapping import HUGE_PAGE_BYTES, absent_bytes, advise_huge, discard, inherit, reserve
 
-__all__ = ["HostSpace", "Space", "copy_by_unit", "still_open"]
-
 _Memory = TypeVar("_Memory")
 
 

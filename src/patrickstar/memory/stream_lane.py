@@ -13,8 +13,6 @@ from patrickstar.errors import StateError
 from patrickstar.memory.device_failure import DeviceFailureError
 from patrickstar.memory.lanes import CompletedTicket, Task, Ticket, when_all_settled
 
-__all__ = ["StreamLane", "StreamTicket"]
-
 
 class StreamTicket:
     """A work that the device does, known by an event behind it on its stream. `stream`: ended when all is that it has now, where given."""

@@ -16,8 +16,6 @@ from patrickstar.optim.kernel import Kernel
 from patrickstar.optim.passes import Passes, TorchPasses
 from patrickstar.optim.reference import REFERENCE
 
-__all__ = ["ENVIRONMENT_VARIABLE", "choose_kernel", "choose_kernels"]
-
 ENVIRONMENT_VARIABLE = "PATRICKSTAR_ISA"
 NATIVE = ("scalar", "avx2", "avx512", "neon")
 

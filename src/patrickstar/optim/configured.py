@@ -13,8 +13,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from patrickstar.config.settings import OptimizerSettings
 from patrickstar.optim.schedules import Rates
 
-__all__ = ["Scheduler", "build_optimizer"]
-
 
 def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
     """torch's AdamW where the decay is decoupled, else its Adam, with one group."""

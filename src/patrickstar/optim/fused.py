@@ -10,8 +10,6 @@ from patrickstar.optim import reference
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel, check_planes
 
-__all__ = ["FUSED", "VECTOR_NUMEL"]
-
 VECTOR_NUMEL = 16
 """Elements of the widest vector (AVX-512). torch's kernels work in whole vectors of this many, on every thread, and
 after the last one in a scalar loop that is contracted differently. Where the elements lie in memory changes no bits."""

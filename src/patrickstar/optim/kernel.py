@@ -24,8 +24,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Kernel", "check_planes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Kernel:

@@ -24,8 +24,6 @@ from patrickstar.optim.masters import Scratch
 from patrickstar.optim.norm import GlobalNorm, Norm
 from patrickstar.optim.scratch import PassBytes, block_numel
 
-__all__ = ["Passes", "TorchPasses", "update_all"]
-
 
 class Passes(Protocol):
     """Passes over planes that lie on one device. None waits for it. All tensors are flat and contiguous, of any length, at any address."""

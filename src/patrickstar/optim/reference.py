@@ -9,8 +9,6 @@ from patrickstar.optim.hyper import Coefficients, Hyper
 from patrickstar.optim.kernel import Kernel, check_planes
 from patrickstar.optim.scratch import block_numel
 
-__all__ = ["BLOCK_NUMEL", "REFERENCE", "update"]
-
 BLOCK_NUMEL = 8_192
 """Elements updated at once, so that temporaries are few. Blocks this small also stay on the calling thread: torch splits an operation over its OpenMP
 team from 32,768 elements on."""

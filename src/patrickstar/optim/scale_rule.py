@@ -6,8 +6,6 @@ from typing import Any
 
 from patrickstar.config.loss_scale import LossScale
 
-__all__ = ["ScaleRule"]
-
 
 class ScaleRule:
     """A loss scale that follows overflows.

@@ -19,8 +19,6 @@ import torch
 from patrickstar.errors import CheckpointError
 from patrickstar.optim.hyper import Hyper
 
-__all__ = ["State", "pack", "restore_groups", "unpack"]
-
 Group = dict[str, Any]
 
 

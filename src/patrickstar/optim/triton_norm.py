@@ -12,8 +12,6 @@ from patrickstar.optim.masters import blocks
 from patrickstar.optim.norm import BLOCK_NUMEL, Norm
 from patrickstar.optim.triton_launch import WIDENED, current, factor_arguments, launch
 
-__all__ = ["TritonNorm"]
-
 _SUBTREE_NUMEL = 16 << kernels.SUBTREE_LEVELS
 _TREE_LEVELS = 12 - kernels.SUBTREE_LEVELS  # a block is 2**12 rows of 16
 _SPAN_NUMEL = 1 << 24  # summed by one launch: 1 MiB of scratch

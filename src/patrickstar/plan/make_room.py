@@ -11,8 +11,6 @@ from patrickstar.plan.actions import Action
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.staging import NoRoom, Order, Staging
 
-__all__ = ["capacity_of", "make_room"]
-
 
 def make_room(
     state: Residency,

@@ -38,8 +38,6 @@ from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency, apply
 from patrickstar.plan.snapshot import Snapshot
 
-__all__ = ["overlap"]
-
 
 def overlap(plan: Plan, trace: Trace, *, moments_ahead: int | None, goes_down: Collection[PlaneRef] = ()) -> Plan:
     """The plan with its transfers at most so many moments earlier; None: as early as they can be.

@@ -29,8 +29,6 @@ from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.works import units_of
 
-__all__ = ["overlap_disk"]
-
 
 def overlap_disk(plan: Plan, trace: Trace, *, moments_ahead: int | None) -> Plan:
     """The plan with its transfers between host and disk at most so many moments earlier; None: as early as they can be."""

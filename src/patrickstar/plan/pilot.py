@@ -23,8 +23,6 @@ from patrickstar.plan.staging import NoRoom, Order
 from patrickstar.plan.stretch import Stretch, StretchKind
 from patrickstar.units import format_bytes
 
-__all__ = ["Pilot"]
-
 
 @dataclass(eq=False)
 class Pilot:

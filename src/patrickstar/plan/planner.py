@@ -33,8 +33,6 @@ from patrickstar.plan.update_choice import UpdateChoice, choose_places, choose_t
 from patrickstar.plan.weave import own_moments, weave
 from patrickstar.plan.whole_chunks import update_whole_chunks
 
-__all__ = ["PASSES", "PlanBudgets", "Planner"]
-
 _KEPT: Final = 192
 _Answer = TypeVar("_Answer")
 

@@ -8,8 +8,6 @@ from typing import Protocol
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 
-__all__ = ["Meter", "TraceRecorder"]
-
 
 class Meter(Protocol):
     """A count of non-model bytes: those alive now, and their peak since it was last asked for."""

@@ -24,19 +24,6 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, GradientUse, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 
-__all__ = [
-    "Touches",
-    "UseCounts",
-    "gradient_parts",
-    "gradients_freed",
-    "master_touches",
-    "norm_trace",
-    "on_tiers",
-    "step_trace",
-    "update_parts",
-    "update_touches",
-]
-
 
 @dataclass(slots=True)
 class UseCounts:

@@ -16,8 +16,6 @@ from patrickstar.core.trace import Trace
 from patrickstar.plan.make_room import capacity_of
 from patrickstar.plan.residency import Residency
 
-__all__ = ["UpdateChoice", "choose_places", "choose_tiers"]
-
 
 @dataclass(frozen=True, slots=True)
 class UpdateChoice:

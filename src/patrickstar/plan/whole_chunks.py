@@ -22,8 +22,6 @@ from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import on_tier
 
-__all__ = ["WholeChunks", "update_whole_chunks"]
-
 
 @dataclass(frozen=True, slots=True)
 class WholeChunks:

@@ -12,8 +12,6 @@ from threading import Thread
 from patrickstar.errors import StateError
 from patrickstar.memory.lanes import CompletedTicket, Task, Ticket, end_of
 
-__all__ = ["ManualLane", "ManualTicket", "RandomLane"]
-
 
 class ManualLane:
     """Keeps what is issued until `complete` or a `wait`: bytes that are used before their wait are not there yet.
