@@ -15,7 +15,7 @@ from patrickstar.checkpoint.export import write_model
 from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.checkpoint.weight_files import INDEX_FILE, WEIGHTS_FILE, WeightFiles
 from patrickstar.errors import CheckpointError, DeviceError
-from patrickstar.memory.fileio import SYSTEM, FileIO
+from patrickstar.memory.fileio import FileIO
 from tests.checkpoint.faults import FaultyFiles, Killed
 from tests.checkpoint.samples import in_pieces, same_tensor
 
@@ -24,7 +24,7 @@ def tensors_of(model: int) -> dict[str, torch.Tensor]:
     return {f"layer.{number}": torch.full((50,), float(10 * model + number)) for number in range(4)}
 
 
-def export(directory: Path, model: int = 0, *, shard_bytes: int = 1 << 30, io: FileIO = SYSTEM) -> None:
+def export(directory: Path, model: int = 0, *, shard_bytes: int = 1 << 30, io: FileIO | None = None) -> None:
     tensors = tensors_of(model)
     write_model(
         directory,

@@ -19,7 +19,7 @@ import pytest
 from patrickstar.core.planes import PlaneRef
 from patrickstar.errors import BudgetError, DeviceError, StateError
 from patrickstar.memory.disk import DiskPool, remove_stale_files
-from patrickstar.memory.fileio import ALIGNMENT, SYSTEM, FileIO
+from patrickstar.memory.fileio import ALIGNMENT, FileIO
 from patrickstar.memory.mapping import reserve
 from patrickstar.testing.faults import Fails, FaultyIO, Short
 from patrickstar.units import MIB
@@ -46,7 +46,7 @@ def noise(nbytes: int, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(nbytes)
 
 
-def pool_in(directory: Path, io: FileIO = SYSTEM, **options: object) -> DiskPool:
+def pool_in(directory: Path, io: FileIO | None = None, **options: object) -> DiskPool:
     return DiskPool(directory, **{"units": UNITS, "budget_bytes": 1 << 40, "io": io, **options})
 
 

@@ -22,7 +22,7 @@ from patrickstar.checkpoint.shards import Shard, plan_shards, write_shard
 from patrickstar.checkpoint.staged_files import staged, sync_directory
 from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.checkpoint.weight_files import INDEX_FILE, STEM, WEIGHTS_FILE
-from patrickstar.memory.fileio import SYSTEM, FileIO, reported
+from patrickstar.memory.fileio import FileIO, reported
 
 _SHARD_NAME = re.compile(rf"{STEM}-\d{{5}}-of-\d{{5}}\.safetensors")
 
@@ -34,7 +34,7 @@ def write_model(
     read: Callable[[str], Iterable[torch.Tensor]],
     describe: Callable[[Path], None],
     shard_bytes: int,
-    io: FileIO = SYSTEM,
+    io: FileIO | None = None,
 ) -> None:
     """Write the tensors to `directory`, in files of at most `shard_bytes` each, unless one tensor is larger.
 
@@ -44,6 +44,7 @@ def write_model(
     Raises:
         DeviceError: it cannot be written; with file, offset and bytes. ConfigError: a tensor the format does not have.
     """
+    io = io or FileIO()
     shards = plan_shards(
         [TensorEntry(one.name, one.dtype, one.shape, STEM) for one in entries], shard_bytes=shard_bytes
     )
@@ -51,7 +52,12 @@ def write_model(
     with staged(directory, nbytes, io=io, what="a model", intact="what was there is as before") as staging:
         with reported(f"{staging.path}: cannot write the model's configuration"):
             describe(staging.path)
-            _sync_files(staging.path, io)
+            for name in io.names(staging.path):  # the library syncs none of the files that it writes
+                fd = io.open(staging.path / name, os.O_RDONLY)
+                try:
+                    io.fsync(fd)
+                finally:
+                    io.close(fd)
         for shard in shards:
             write_shard(staging, staging.path, shard, read=read)
         if len(shards) > 1:
@@ -64,16 +70,6 @@ def _index(shards: Sequence[Shard], nbytes: int) -> bytes:
     weight_map = {entry.name: shard.file for shard in shards for entry in shard.entries}
     index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("utf-8")
-
-
-def _sync_files(directory: Path, io: FileIO) -> None:
-    """Syncs the files that the library has written, which syncs none."""
-    for name in io.names(directory):
-        fd = io.open(directory / name, os.O_RDONLY)
-        try:
-            io.fsync(fd)
-        finally:
-            io.close(fd)
 
 
 def _publish(temporary: Path, directory: Path, shards: set[str], io: FileIO) -> None:

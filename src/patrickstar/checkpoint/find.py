@@ -11,20 +11,21 @@ from patrickstar.checkpoint.format import INDEX_NAME, OLD_PREFIX, STEP_NAME
 from patrickstar.checkpoint.reader import StepReader
 from patrickstar.checkpoint.source import read_small
 from patrickstar.errors import CheckpointError
-from patrickstar.memory.fileio import SYSTEM, FileIO, reported
+from patrickstar.memory.fileio import FileIO, reported
 
 LATEST_NAME = "latest"
 
 _log = logging.getLogger("patrickstar")
 
 
-def open_step(path: Path, *, io: FileIO = SYSTEM) -> StepReader:
+def open_step(path: Path, *, io: FileIO | None = None) -> StepReader:
     """The checkpoint at `path`: the directory that holds `latest`, or the directory of one step.
 
     Raises:
         CheckpointError: none is there, or it is not what the rules of `reader.py` say. The message names the file,
             and the newest checkpoint beside it that is intact (those beside it are read until one is found).
     """
+    io = io or FileIO()
     found = _resolve(path, io)
     try:
         return StepReader(found, io=io, advice=lambda: _advice(found, io))
@@ -32,11 +33,12 @@ def open_step(path: Path, *, io: FileIO = SYSTEM) -> StepReader:
         raise CheckpointError(f"{problem}{_advice(found, io)}") from problem
 
 
-def newest_intact(directory: Path, *, io: FileIO = SYSTEM, but: Path | None = None) -> Path | None:
+def newest_intact(directory: Path, *, io: FileIO | None = None, but: Path | None = None) -> Path | None:
     """The directory of the newest step whose every byte is what was written, other than `but`; None where there is none.
 
     The one that `latest` names is the newest, then those written last. Reads whole checkpoints until one passes.
     """
+    io = io or FileIO()
     latest = directory  # nothing that a candidate could be
     with suppress(CheckpointError):
         latest = _latest(directory, io)
@@ -49,7 +51,7 @@ def newest_intact(directory: Path, *, io: FileIO = SYSTEM, but: Path | None = No
 
 def saved_steps(directory: Path | None) -> list[Path]:
     """The directories of steps in a directory that may not be there."""
-    return step_directories(directory, SYSTEM) if directory is not None and directory.is_dir() else []
+    return step_directories(directory, FileIO()) if directory is not None and directory.is_dir() else []
 
 
 def step_directories(directory: Path, io: FileIO) -> list[Path]:

@@ -24,13 +24,13 @@ from patrickstar.checkpoint.format import INDEX_NAME, MOST_INDEX_BYTES, OLD_PREF
 from patrickstar.checkpoint.source import Source, read_small
 from patrickstar.checkpoint.tensor_files import TensorFiles
 from patrickstar.errors import CheckpointError, some
-from patrickstar.memory.fileio import SYSTEM, FileIO, reported
+from patrickstar.memory.fileio import FileIO, reported
 
 
 class StepReader(TensorFiles):
     """One checkpoint. `step`: the step that it is of."""
 
-    def __init__(self, path: Path, *, io: FileIO = SYSTEM, advice: Callable[[], str] = str) -> None:
+    def __init__(self, path: Path, *, io: FileIO | None = None, advice: Callable[[], str] = str) -> None:
         """Opens the directory of one step; `find.open_step` also finds it.
 
         Args:
@@ -38,6 +38,7 @@ class StepReader(TensorFiles):
         Raises:
             CheckpointError: rule (1) or (2) does not hold.
         """
+        io = io or FileIO()
         super().__init__(path, io=io, changed="changed while the checkpoint was open")
         self._advice = advice
         self._verified: set[Path] = set()

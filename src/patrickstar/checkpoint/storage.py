@@ -34,7 +34,7 @@ from patrickstar.checkpoint.staged_files import aside, remove, staged, sync_dire
 from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.checkpoint.writer import BLOCK_BYTES
 from patrickstar.errors import CheckpointError, ConfigError
-from patrickstar.memory.fileio import SYSTEM, FileIO, reported
+from patrickstar.memory.fileio import FileIO, reported
 from patrickstar.units import GIB
 
 SHARD_BYTES = 4 * GIB
@@ -54,7 +54,7 @@ def write_step(
     keep: int | None = None,
     shard_bytes: int = SHARD_BYTES,
     block_bytes: int = BLOCK_BYTES,
-    io: FileIO = SYSTEM,
+    io: FileIO | None = None,
 ) -> Path:
     """Write one checkpoint, move `latest` to it, and return its directory, `directory/step-00000012`.
 
@@ -80,6 +80,7 @@ def write_step(
     tensors: Saved = {}
     taken = {"state": take_values(state, "state", tensors), "extra": take_values(extra, "extra", tensors)}
     nbytes = sum(saved.nbytes for _, saved in tensors.values()) + sum(entry.nbytes for entry in entries)
+    io = io or FileIO()
     final = directory / f"step-{step:08d}"
     intact = "checkpoints taken before are intact"
     with staged(directory, nbytes, io=io, what="a checkpoint", intact=intact, block_bytes=block_bytes) as staging:

@@ -22,7 +22,7 @@ from patrickstar.checkpoint.source import read_small
 from patrickstar.checkpoint.tensor_files import TensorFiles
 from patrickstar.config.json_file import parse_json
 from patrickstar.errors import CheckpointError
-from patrickstar.memory.fileio import SYSTEM, FileIO, reported
+from patrickstar.memory.fileio import FileIO, reported
 
 STEM = "model"
 WEIGHTS_FILE = f"{STEM}.safetensors"
@@ -34,8 +34,9 @@ _LATEST = "latest"
 class WeightFiles(TensorFiles):
     """The tensors at a path, by name; checked but for their bytes."""
 
-    def __init__(self, path: Path, *, io: FileIO = SYSTEM) -> None:
+    def __init__(self, path: Path, *, io: FileIO | None = None) -> None:
         """Opens the files. Raises CheckpointError: there are no files, or they are not what their headers and their index say."""
+        io = io or FileIO()
         super().__init__(path, io=io, changed="changed while weights were read from it", follows_links=True)
         weight_map, paths = _find(path, io)
         for file in paths:

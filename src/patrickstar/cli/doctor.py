@@ -23,7 +23,7 @@ from patrickstar.cli.flags import debug_option, path
 from patrickstar.cli.machine_source import write_machine
 from patrickstar.cli.machines import MachinePreset
 from patrickstar.errors import DeviceError
-from patrickstar.memory.fileio import SYSTEM
+from patrickstar.memory.fileio import FileIO
 from patrickstar.memory.filesystem import expect_usable, free_bytes
 from patrickstar.units import format_bytes
 
@@ -231,7 +231,7 @@ def _direct_io(directory: Path) -> str:
     """Reason for which files there cannot be transferred past the page cache, or "". Leaves nothing behind."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
-            SYSTEM.set_direct(file.fileno())
+            FileIO().set_direct(file.fileno())
     except OSError as error:
         return "not supported" if error.errno == errno.EINVAL else error.strerror or "error"
     return ""

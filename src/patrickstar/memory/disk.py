@@ -25,7 +25,7 @@ from typing import Final
 
 from patrickstar.core.planes import PlaneRef
 from patrickstar.errors import BudgetError, DeviceError, StateError
-from patrickstar.memory.fileio import ALIGNMENT, SYSTEM, FileIO, read_whole, reported, write_whole
+from patrickstar.memory.fileio import ALIGNMENT, FileIO, read_whole, reported, write_whole
 from patrickstar.memory.filesystem import free_bytes, kept_in_memory, prepare_directory
 from patrickstar.memory.lanes import Task
 from patrickstar.memory.mapping import reserve
@@ -71,14 +71,14 @@ class DiskPool:
     """
 
     def __init__(
-        self, directory: Path, *, units: Mapping[PlaneRef, int], budget_bytes: int, io: FileIO = SYSTEM
+        self, directory: Path, *, units: Mapping[PlaneRef, int], budget_bytes: int, io: FileIO | None = None
     ) -> None:
         for ref, size in units.items():
             if size < 1 or size % ALIGNMENT:
                 raise ValueError(f"{ref} has {size} bytes: expected a multiple of {ALIGNMENT}")
         self.directory = directory
         self.nbytes = 0
-        self._io = io
+        self._io = io or FileIO()
 
         self._nbytes: dict[PlaneRef, int] = {}
         self._file_of: dict[PlaneRef, _File] = {}
@@ -220,8 +220,9 @@ class DiskPool:
         return extent
 
 
-def remove_stale_files(directory: Path, *, io: FileIO = SYSTEM) -> int:
+def remove_stale_files(directory: Path, *, io: FileIO | None = None) -> int:
     """Removes what pools of ended processes left in a directory, never a file that a living pool has; gives how many files."""
+    io = io or FileIO()
     removed = 0
     for path in sorted(directory.glob(f"{_PREFIX}*.*")):
         try:

@@ -124,10 +124,6 @@ class FileIO:
         source.rename(target)
 
 
-SYSTEM: Final = FileIO()
-"""The calls that are used where no others are given."""
-
-
 def two_blocks(nbytes: int) -> Blocks:
     """Two blocks of `nbytes` each, a multiple of the alignment."""
     assert nbytes > 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from patrickstar.errors import DeviceError
-from patrickstar.memory.fileio import SYSTEM, FileIO, reported
+from patrickstar.memory.fileio import FileIO, reported
 
 DISK_SHARE: Final = 0.9
 """Share of what is free in its directory that is the disk tier's budget, where none is given."""
@@ -32,12 +32,13 @@ def prepare_directory(directory: Path) -> None:
         )
 
 
-def expect_usable(directory: Path, *, io: FileIO = SYSTEM) -> None:
+def expect_usable(directory: Path, *, io: FileIO | None = None) -> None:
     """Sets a page aside in a file in the directory, and removes the file again. A directory yet to be made is tried at its parent.
 
     Raises:
         DeviceError: no parent, not a directory, nothing can be written there, or nothing is free.
     """
+    io = io or FileIO()
     # As the files of a pool are called: what a process that is killed right here leaves goes with those.
     place = _place(directory)
     probe = place / f"patrickstar-{os.getpid()}-{secrets.token_hex(4)}.probe"
@@ -65,7 +66,7 @@ def free_bytes(directory: Path) -> int:
     """
     place = _place(directory)
     with reported(f"{_argument(directory)}: cannot be asked what is free"):
-        return SYSTEM.free_bytes(place)
+        return FileIO().free_bytes(place)
 
 
 def _place(directory: Path) -> Path:
