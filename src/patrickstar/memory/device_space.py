@@ -37,14 +37,11 @@ class DeviceSpace(Space):
     def address_range(self) -> tuple[int, int]:
         return self._start, self._start + self._nbytes
 
-    def expect_open(self) -> None:
-        self._open()
-
     def buffer(self, at: int, nbytes: int) -> memoryview:  # noqa: ARG002
         raise StateError(f"the {self.name} arena has no bytes that the host could see")
 
     def wrapping(self, at: int, nbytes: int, dtype: torch.dtype) -> Callable[[], Tensor]:
-        self._open()
+        self.expect_open()
         address, size = self._start + at, (nbytes // dtype.itemsize,)
         empty = torch.empty(0, dtype=dtype, device=self._device)
 
@@ -61,7 +58,7 @@ class DeviceSpace(Space):
         copy_by_unit(other, from_, self, at, nbytes, unit_bytes=self._unit_bytes)
 
     def prepare(self, at: int, nbytes: int) -> None:
-        addresses, mapped = self._open(), list[int]()
+        addresses, mapped = self.expect_open(), list[int]()
         pieces = self._pieces(at, nbytes)
         try:
             for piece in pieces:
@@ -88,7 +85,7 @@ class DeviceSpace(Space):
         return self._piece_bytes == self._unit_bytes
 
     def lend(self, at: int, to: int) -> None:
-        addresses = self._open()
+        addresses = self.expect_open()
         addresses.map_also(to, at)
         self._prepared[to] += 1
 
@@ -113,7 +110,7 @@ class DeviceSpace(Space):
         first = at // self._piece_bytes * self._piece_bytes
         return range(first, at + nbytes, self._piece_bytes)
 
-    def _open(self) -> DeviceAddresses:
+    def expect_open(self) -> DeviceAddresses:
         forked = ", where CUDA cannot be used"
         return still_open(self._addresses, name=self.name, owner=self._owner, forked=forked)
 

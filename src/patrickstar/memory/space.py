@@ -27,8 +27,8 @@ class Space(Protocol):
     @property
     def address_range(self) -> tuple[int, int]: ...
 
-    def expect_open(self) -> None:
-        """Raises StateError where the memory cannot be used: it has been let go of, or belongs to another process."""
+    def expect_open(self) -> object:
+        """The memory itself. Raises StateError where it cannot be used: it has been let go of, or belongs to another process."""
 
     def buffer(self, at: int, nbytes: int) -> memoryview:
         """Bytes as the system's calls for files take them."""
@@ -87,18 +87,18 @@ class HostSpace(Space):
         return self._start, self._start + self._nbytes
 
     def buffer(self, at: int, nbytes: int) -> memoryview:
-        return memoryview(self._open()).cast("B")[at : at + nbytes]
+        return memoryview(self.expect_open()).cast("B")[at : at + nbytes]
 
     def wrapping(self, at: int, nbytes: int, dtype: torch.dtype) -> Callable[[], Tensor]:
         # 1 microsecond a call. Not to be called in inference mode: what is made there could neither be saved for backward nor written later.
-        return partial(torch.frombuffer, self._open(), dtype=dtype, count=nbytes // dtype.itemsize, offset=at)
+        return partial(torch.frombuffer, self.expect_open(), dtype=dtype, count=nbytes // dtype.itemsize, offset=at)
 
     def fill(self, at: int, nbytes: int, byte: int) -> None:
         if self._memory is not None:
             ctypes.memset(self._start + at, byte, nbytes)
 
     def copy_from(self, other: Space, from_: int, at: int, nbytes: int) -> None:
-        self._open()
+        self.expect_open()
         if isinstance(other, HostSpace):
             ctypes.memmove(self._start + at, other.address_range[0] + from_, nbytes)
         else:
@@ -122,10 +122,7 @@ class HostSpace(Space):
     def close(self, kept: Collection[torch.UntypedStorage] = ()) -> None:  # noqa: ARG002
         self._memory = None
 
-    def expect_open(self) -> None:
-        self._open()
-
-    def _open(self) -> ctypes.Array[ctypes.c_char]:
+    def expect_open(self) -> ctypes.Array[ctypes.c_char]:
         return still_open(self._memory, name=self.name, owner=self._owner)
 
 
