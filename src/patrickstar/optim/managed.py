@@ -49,9 +49,6 @@ class ManagedOptimizer(torch.optim.Optimizer):
     which thus stand where torch has them: after all pre-hooks, before all post-hooks. And it hands the original's code
     another optimizer of its type, without parameters, as `self`: torch lets a pre-hook replace the arguments. Nothing
     of the original is changed at any time, so nothing must be put back if something raises.
-
-    Attributes:
-        original: the optimizer that was passed to `manage`.
     """
 
     def __init__(self, original: torch.optim.Optimizer, *, target: StepTarget, names: Mapping[int, str]) -> None:
@@ -63,7 +60,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
         """
         # Not Optimizer.__init__, which makes groups of its own: what unpickling calls sets up hooks and nothing else.
         self.__setstate__({"defaults": original.defaults})
-        self.original = original
+        self._original = original
         self._target = target
         self._names = names
         kind: Any = type(original)
@@ -79,9 +76,14 @@ class ManagedOptimizer(torch.optim.Optimizer):
         )
 
     @property
+    def original(self) -> torch.optim.Optimizer:
+        """The optimizer that was passed to `manage`."""
+        return self._original
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The original optimizer's list of groups, not a copy."""
-        return self.original.param_groups
+        return self._original.param_groups
 
     @property  # type: ignore[override]
     def state(self) -> MutableMapping[Any, Any]:
@@ -137,10 +139,10 @@ class ManagedOptimizer(torch.optim.Optimizer):
                 raise StateError("a step pre-hook of a managed optimizer cannot replace the arguments of step()")
         # See Note [The original's step].
         self._guard.remove()
-        self._guard = self.original.register_step_pre_hook(self._on_original_step)
+        self._guard = self._original.register_step_pre_hook(self._on_original_step)
         self._running = closure_and_update
         try:
-            self.original.step()
+            self._original.step()
         finally:
             self._running = None
         for post_hook in list(self._optimizer_step_post_hooks.values()):
@@ -172,14 +174,14 @@ class ManagedOptimizer(torch.optim.Optimizer):
         parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
         check_parameters((entry for entry in parameters if isinstance(entry, torch.Tensor)), self._names)
         Hyper.from_group({**self.defaults, **param_group}).check()
-        self.original.add_param_group(param_group)
+        self._original.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """The state in the format of torch's class; the optimizer states are read from the chunks."""
         self._require_attached("state_dict()")
         for pre_hook in list(self._optimizer_state_dict_pre_hooks.values()):
             pre_hook(self)
-        state_dict = self.original.state_dict()  # our post-hook there asks the target, before the user's post-hooks
+        state_dict = self._original.state_dict()  # our post-hook there asks the target, before the user's post-hooks
         for post_hook in list(self._optimizer_state_dict_post_hooks.values()):
             replaced = post_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
@@ -193,7 +195,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
         """
         self._require_attached("load_state_dict()")
         state_dict = dict(state_dict)
-        hooks = [(self.original, hook) for hook in self.original._optimizer_load_state_dict_pre_hooks.values()]
+        hooks = [(self._original, hook) for hook in self._original._optimizer_load_state_dict_pre_hooks.values()]
         hooks += [(self, hook) for hook in self._optimizer_load_state_dict_pre_hooks.values()]
         self._loading = True
         try:
@@ -205,9 +207,9 @@ class ManagedOptimizer(torch.optim.Optimizer):
         unpack(state_dict, self.param_groups, self._names)
         self._target.load_optimizer_state(state_dict)
         # As in torch, AdamW stays AdamW whatever it loads; Adam takes over how the weight decays.
-        decoupled = isinstance(self.original, torch.optim.AdamW)
+        decoupled = isinstance(self._original, torch.optim.AdamW)
         restore_groups(self.param_groups, state_dict, keep={"decoupled_weight_decay"} if decoupled else ())
-        for optimizer in (self.original, self):
+        for optimizer in (self._original, self):
             for post_hook in list(optimizer._optimizer_load_state_dict_post_hooks.values()):
                 post_hook(optimizer)
 
