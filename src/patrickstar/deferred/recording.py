@@ -198,12 +198,12 @@ class DeferredRecorder:
                         call.parameters |= after.parameters | ({cell} if cell.label else set())
             elif isinstance(leaf, Tensor):
                 is_ours = is_plain(leaf) and leaf.untyped_storage().resizable()
-                small = is_ours and leaf.nbytes <= _CONSTANT_BYTES
-                recorded.append(Constant(leaf.detach().clone()) if small else None)
-                most = f"{format_bytes(leaf.nbytes)} of values made elsewhere; up to {format_bytes(_CONSTANT_BYTES)} are kept"
-                call.lost = call.lost or (
-                    "" if small else f"{signature.name}() takes {most if is_ours else _ELSEWHERE}"
-                )
+                if is_ours and leaf.nbytes <= _CONSTANT_BYTES:
+                    recorded.append(Constant(leaf.detach().clone()))
+                    continue
+                recorded.append(None)
+                large = f"{format_bytes(leaf.nbytes)} of values made elsewhere; up to {format_bytes(_CONSTANT_BYTES)} are kept"
+                call.lost = call.lost or f"{signature.name}() takes {large if is_ours else _ELSEWHERE}"
             elif isinstance(leaf, torch.Generator):
                 recorded.append(GeneratorState(leaf.get_state()))
             else:
