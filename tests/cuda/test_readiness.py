@@ -69,6 +69,5 @@ def test_what_has_been_waited_for_on_the_host_is_forgotten(accelerator: Accelera
 
 def test_without_a_device_there_is_nothing_to_wait_for() -> None:
     readiness = Readiness(None)
-    assert not readiness.is_needed
     readiness.compute([PLACE], writes=[PLACE])
     assert readiness.computed() == []

@@ -19,7 +19,7 @@ from patrickstar.memory.lanes import Task
 from patrickstar.memory.links import lanes_of
 from patrickstar.memory.pinned_space import PinnedSpace
 from patrickstar.memory.store import ChunkStore
-from patrickstar.plan.actions import Drop, Issue, Wait
+from patrickstar.plan.actions import Drop, Issue, Wait, Work
 from tests.cuda.schedules import SCHEDULES, Accelerator, under
 from tests.memory.stores import SLOT_BYTES, store_of
 
@@ -119,9 +119,9 @@ def test_a_unit_is_updated_after_what_was_computed_and_used_after_that(
     if filled:
         accelerator.finish()
     use(store, ONE, writes=True).fill_(3)
-    store.carry_out([Issue.update(0, D), Wait.update(0, D)], update_work=doubling(store))
+    store.carry_out([Issue.update(0, D), Wait(Work.update(0, D))], update_work=doubling(store))
     assert use(store, ONE).sum().item() == 6 * 1024
-    actions = [Issue.update(0, D), Wait.update(0, D), Issue.copy(ONE, D, H), Wait.copy(ONE, H)]
+    actions = [Issue.update(0, D), Wait(Work.update(0, D)), Issue.copy(ONE, D, H), Wait.copy(ONE, H)]
     store.carry_out(actions, update_work=doubling(store))
     assert store.tensor(ONE, H).sum() == 12 * 1024
     store.close()
@@ -133,7 +133,7 @@ def test_the_host_updates_what_has_come_down_and_it_goes_up_after_that(
     store.carry_out([Issue.create(ONE, D)])
     use(store, ONE, writes=True).fill_(3)
     store.carry_out([Issue.copy(ONE, D, H), Wait.copy(ONE, H), Drop(ONE, D)])
-    actions = [Issue.update(0, H), Wait.update(0, H), Issue.copy(ONE, H, D), Wait.copy(ONE, D)]
+    actions = [Issue.update(0, H), Wait(Work.update(0, H)), Issue.copy(ONE, H, D), Wait.copy(ONE, D)]
     store.carry_out(actions, update_work=doubling(store))
     assert use(store, ONE).sum().item() == 6 * 1024
     store.close()
@@ -170,8 +170,8 @@ def test_chunks_of_a_run_go_down_after_what_was_computed_and_updated(
     runs.carry_out([Issue.create(ONE, D, 3)])
     use(runs, ONE, writes=True).fill_(3)
     runs.carry_out([Issue.update(chunk, D) for chunk in range(2 + waited)], update_work=doubling(runs))
-    runs.carry_out([Wait.update(2, D)] * waited)
-    runs.carry_out([Issue.copy(ONE, D, H, 3), Wait.update(0, D), Wait.update(1, D), Wait.copy(ONE, H)])
+    runs.carry_out([Wait(Work.update(2, D))] * waited)
+    runs.carry_out([Issue.copy(ONE, D, H, 3), Wait(Work.update(0, D)), Wait(Work.update(1, D)), Wait.copy(ONE, H)])
     assert runs.tensor(ONE, H).sum() == (6 + 6 + 3 * (1 + waited)) * NUMEL
     runs.close()
 
@@ -187,7 +187,7 @@ def test_chunks_of_a_run_come_up_after_kernels_that_still_read_what_was_there(
     total = use(runs, RUN).sum()
     actions = [Drop(RUN, D, 3), Issue.update(0, H), Issue.update(1, H), Issue.copy(ONE, H, D, 3)]
     runs.carry_out(actions, update_work=doubling(runs))
-    runs.carry_out([Wait.update(0, H), Wait.update(1, H), Wait.copy(ONE, D)])
+    runs.carry_out([Wait(Work.update(0, H)), Wait(Work.update(1, H)), Wait.copy(ONE, D)])
     assert use(runs, ONE).sum().item() == (6 + 6 + 3) * NUMEL
     assert total.item() == 12 * NUMEL
     runs.close()

@@ -13,7 +13,7 @@ from patrickstar.memory.arena import Arena
 from patrickstar.memory.lanes import InlineLane, Lane
 from patrickstar.memory.store import ChunkStore
 from patrickstar.memory.thread_lane import ThreadLane
-from patrickstar.plan.actions import Drop, Issue, Wait
+from patrickstar.plan.actions import Drop, Issue, Wait, Work
 from patrickstar.plan.residency import InvariantError
 from patrickstar.testing.manual_lane import ManualLane
 from tests.memory.stores import SLOT_BYTES, store_of
@@ -118,7 +118,7 @@ def test_a_transfer_of_what_an_update_writes_comes_after_it(updates: UpdatesOf) 
     store.carry_out([Issue.update(0, D), Issue.copy(ONE, D, H)], update_work=updates.work)
     threading.Timer(0.1, updates.may_begin.set).start()
     store.works.ticket(Issue.copy(ONE, D, H)).wait()
-    store.carry_out([Wait.update(0, D), Wait.copy(ONE, H)])
+    store.carry_out([Wait(Work.update(0, D)), Wait.copy(ONE, H)])
     assert store.tensor(ONE, H).eq(2).all()
 
 
@@ -149,5 +149,5 @@ def test_an_update_that_fails_says_so_at_its_wait(updates: UpdatesOf) -> None:
 
     store.carry_out([Issue.update(0, D)], update_work=lambda chunk, tier: fails)
     with pytest.raises(ZeroDivisionError):
-        store.carry_out([Wait.update(0, D)])
+        store.carry_out([Wait(Work.update(0, D))])
     assert not store.state.updates

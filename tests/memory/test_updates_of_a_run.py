@@ -12,7 +12,7 @@ from patrickstar.core.planes import PlaneRef
 from patrickstar.errors import DeviceError
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.lanes import Lane
-from patrickstar.plan.actions import Drop, Issue, Wait
+from patrickstar.plan.actions import Drop, Issue, Wait, Work
 from patrickstar.testing.manual_lane import ManualLane
 from tests.memory.stores import SLOT_BYTES, store_of
 
@@ -62,7 +62,7 @@ class RunOnHost:
             self.store.forget(ref)
 
     def end(self) -> None:
-        self.store.carry_out([Wait.update(chunk, H) for chunk in range(CHUNKS)])
+        self.store.carry_out([Wait(Work.update(chunk, H)) for chunk in range(CHUNKS)])
 
     def values(self, tier: Tier) -> list[float]:
         return self.store.tensor(WEIGHT, tier).view(CHUNKS, NUMEL).mean(1).tolist()
@@ -129,5 +129,5 @@ def test_what_could_not_come_is_not_updated_and_stays_wanted(run: RunOnHost, mon
     assert state.newest[GRADS[1]] == {D}
     run.store.carry_out([Issue.copy(GRADS[1], D, H), Issue.update(1, H)], update_work=run.work)
     run.store.forget(GRADS[1])
-    run.store.carry_out([Wait.update(1, H)])
+    run.store.carry_out([Wait(Work.update(1, H))])
     assert run.values(H) == [3.0, 4.0, 5.0]

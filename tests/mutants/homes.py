@@ -9,8 +9,8 @@ TESTS = "tests/session/test_gradient_homes.py"
 PLACEMENT = "tests/plan/test_placement.py"
 
 HOMES: tuple[Mutant, ...] = (
-    Fault("homes-are-reserved-for-gradients-that-nobody-keeps", "core.planes:GradientUse.rest").by(
-        returns("self in {GradientUse.CHUNK, GradientUse.UPDATE}"),
+    Fault("homes-are-reserved-for-gradients-that-nobody-keeps", "core.planes:GradientUse.planes").by(
+        always("self is GradientUse.CHUNK"),
         f"{TESTS}::test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough[cpu+disk-none-bf16]",
     ),
     Fault("a-gradient-that-must-wait-has-no-home", "step.forwards:KnownForwards._reserve").by(

@@ -110,7 +110,7 @@ MOVING: tuple[Mutant, ...] = (
         replace("with interruptions_put_off(): ...", "self._note([issue]); pass"),
         "tests/session/test_flights.py::test_a_transfer_that_fails_moments_later_names_what_issued_it_and_can_be_done_again",
     ),
-    Fault("the-budget-is-off-by-one-slot-where-there-is-no-plan", "plan.pilot:Pilot._room_for").by(
+    Fault("the-budget-is-off-by-one-slot-where-there-is-no-plan", "plan.pilot:Pilot.decided").by(
         assign("capacity_slots", "_ + 1", nth=1),
         "tests/session/test_budgets.py::test_the_budget_is_never_exceeded_on_the_emulated_device",
     ),

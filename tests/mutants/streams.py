@@ -242,10 +242,10 @@ STREAMS: tuple[Mutant, ...] = (
     Fault("where-a-failure-was-noticed-first-is-forgotten", "memory.device_failure:located").by(
         without("error.where"), f"{FAILURE}::test_the_innermost_place_is_named"
     ),
-    Fault("a-stream-does-not-wait-for-a-copy-of-anothers", "memory.copy_streams:CopyStreams.use").by(
+    Fault("a-stream-does-not-wait-for-a-copy-of-anothers", "memory.readiness:CopyStreams.use").by(
         drop("wait_on_device"), *VIEW
     ),
-    Fault("a-copy-goes-while-another-stream-uses-it", "memory.copy_streams:CopyStreams.use").by(
+    Fault("a-copy-goes-while-another-stream-uses-it", "memory.readiness:CopyStreams.use").by(
         drop("record_stream"), *VIEW
     ),
     Fault("memory-is-taken-away-and-waited-for", "memory.device_space:DeviceSpace.can_lend").by(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
-from patrickstar.plan.actions import Action, Drop, Issue, Wait, parse_action
+from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work, parse_action
 from tests.plan.builders import some
 
 refs = st.builds(PlaneRef, st.integers(0, 10**6), st.sampled_from(["weight", "grad", "exp_avg", "exp_avg_sq", "rest"]))
@@ -20,7 +20,7 @@ actions = st.one_of(
     st.builds(Drop, refs, tiers, slots),
     st.builds(Issue.create, refs, tiers, slots),
     st.builds(Issue.update, st.integers(0, 99), tiers),
-    st.builds(Wait.update, st.integers(0, 99), tiers),
+    st.builds(lambda chunk, tier: Wait(Work.update(chunk, tier)), st.integers(0, 99), tiers),
 )
 
 
@@ -39,7 +39,7 @@ def test_every_action_parses_back(action: Action) -> None:
         (Drop(PlaneRef(3, "weight"), Tier.DEVICE), "c3.weight D!"),
         (Issue.create(PlaneRef(3, "exp_avg"), Tier.DEVICE), "c3.exp_avg 0>D"),
         (Issue.update(3, Tier.HOST), "c3 step@H"),
-        (Wait.update(3, Tier.HOST), "c3 step@H?"),
+        (Wait(Work.update(3, Tier.HOST)), "c3 step@H?"),
     ],
 )
 def test_an_action_prints_as(action: Action, text: str) -> None:

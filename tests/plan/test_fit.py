@@ -106,15 +106,8 @@ def printed(text: str, what: str) -> float:
 def test_the_numbers_of_a_moment_add_up(slots: int, slot_bytes: int, nonmodel: int, data: st.DataObject) -> None:
     needed = slots * slot_bytes + nonmodel
     budget = data.draw(st.integers(0, needed - 1))
-    error = refuse_moment(
-        tier=Tier.DEVICE,
-        moment="118 backward layers.7.mlp.w1",
-        slot_bytes=slot_bytes,
-        slots=slots,
-        nonmodel_bytes=nonmodel,
-        budget_bytes=budget,
-        smallest_bytes=needed,
-    )
+    need = Need("118 backward layers.7.mlp.w1", slots, slot_bytes, nonmodel)
+    error = refuse_moment(need, tier=Tier.DEVICE, budget_bytes=budget)
     text = str(error)
     total = printed(text, "needed")
     assert round(total - printed(text, "slots") - printed(text, "activations"), 6) == 0
@@ -126,15 +119,8 @@ def test_the_numbers_of_a_moment_add_up(slots: int, slot_bytes: int, nonmodel: i
 
 
 def test_a_moment_that_does_not_fit_reads_as() -> None:
-    error = refuse_moment(
-        tier=Tier.DEVICE,
-        moment="118 backward layers.7.mlp.w1",
-        slot_bytes=4 * MIB,
-        slots=1920,
-        nonmodel_bytes=23 * GIB // 4,
-        budget_bytes=12 * GIB,
-        smallest_bytes=53 * GIB // 4,
-    )
+    need = Need("118 backward layers.7.mlp.w1", 1920, 4 * MIB, 23 * GIB // 4)
+    error = refuse_moment(need, tier=Tier.DEVICE, budget_bytes=12 * GIB)
     assert str(error) == (
         "device memory is 1.25 GiB short at op 118 backward layers.7.mlp.w1\n"
         "  needed 13.25 GiB = chunk slots 7.50 GiB (1920 of 4.00 MiB) + activations 5.75 GiB;  budget 12.00 GiB\n"
@@ -148,7 +134,7 @@ def test_the_numbers_of_a_tier_add_up(parts: list[int], data: st.DataObject) -> 
     needed = sum(parts)
     budget = data.draw(st.integers(0, needed))
     named = {f"part{chr(97 + i)}": nbytes for i, nbytes in enumerate(parts)}
-    error = refuse_homes(tier=Tier.DISK, parts=named, budget_bytes=budget, smallest_bytes=needed)
+    error = refuse_homes(tier=Tier.DISK, parts=named, budget_bytes=budget)
     text = str(error)
     assert round(printed(text, "needed") - sum(printed(text, name) for name in named), 6) == 0
     assert round(printed(text, "needed") - printed(text, "budget") - printed(text, "is"), 6) == 0

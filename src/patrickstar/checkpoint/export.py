@@ -24,8 +24,6 @@ from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.checkpoint.weight_files import INDEX_FILE, STEM, WEIGHTS_FILE
 from patrickstar.memory.fileio import FileIO, reported
 
-__all__ = ["write_model"]
-
 _SHARD_NAME = re.compile(rf"{STEM}-\d{{5}}-of-\d{{5}}\.safetensors")
 
 
@@ -54,7 +52,12 @@ def write_model(
     with staged(directory, nbytes, io=io, what="a model", intact="what was there is as before") as staging:
         with reported(f"{staging.path}: cannot write the model's configuration"):
             describe(staging.path)
-            _sync_files(staging.path, io)
+            for name in io.names(staging.path):  # the library syncs none of the files that it writes
+                fd = io.open(staging.path / name, os.O_RDONLY)
+                try:
+                    io.fsync(fd)
+                finally:
+                    io.close(fd)
         for shard in shards:
             write_shard(staging, staging.path, shard, read=read)
         if len(shards) > 1:
@@ -67,16 +70,6 @@ def _index(shards: Sequence[Shard], nbytes: int) -> bytes:
     weight_map = {entry.name: shard.file for shard in shards for entry in shard.entries}
     index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("utf-8")
-
-
-def _sync_files(directory: Path, io: FileIO) -> None:
-    """Syncs the files that the library has written, which syncs none."""
-    for name in io.names(directory):
-        fd = io.open(directory / name, os.O_RDONLY)
-        try:
-            io.fsync(fd)
-        finally:
-            io.close(fd)
 
 
 def _publish(temporary: Path, directory: Path, shards: set[str], io: FileIO) -> None:

@@ -19,8 +19,6 @@ from patrickstar.checkpoint.staged_files import StagedFiles
 from patrickstar.checkpoint.writer import FileWriter
 from patrickstar.errors import CheckpointError
 
-__all__ = ["Saved", "read_values", "take_values", "write_values"]
-
 _AS_THEY_ARE = (type(None), bool, float, str)
 
 

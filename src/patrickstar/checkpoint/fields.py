@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from patrickstar.errors import CheckpointError
 
-__all__ = ["as_int", "as_object", "as_shape", "as_str", "exact_keys"]
-
 _LARGEST = 2**63 - 1  # what offsets of files and sizes of tensors can be
 
 
@@ -35,10 +33,10 @@ def as_str(value: object, where: str) -> str:
     return value
 
 
-def as_int(value: object, where: str, *, most: int = _LARGEST) -> int:
-    """`value` if it is a whole number in [0, most]; `true` and `1.0` are none."""
-    if type(value) is not int or not 0 <= value <= most:
-        raise CheckpointError(f"{where}: expected a whole number from 0 to {most}, found {_shown(value)}")
+def as_int(value: object, where: str) -> int:
+    """`value` if it is a whole number of 0 or more; `true` and `1.0` are none."""
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        raise CheckpointError(f"{where}: expected a whole number from 0 to {_LARGEST}, found {_shown(value)}")
     return value
 
 

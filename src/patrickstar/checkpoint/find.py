@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from patrickstar.checkpoint.format import INDEX_NAME, OLD_PREFIX, STEP_NAME
@@ -11,8 +12,6 @@ from patrickstar.checkpoint.reader import StepReader
 from patrickstar.checkpoint.source import read_small
 from patrickstar.errors import CheckpointError
 from patrickstar.memory.fileio import FileIO, reported
-
-__all__ = ["LATEST_NAME", "is_complete", "newest_intact", "open_step", "saved_steps", "step_directories"]
 
 LATEST_NAME = "latest"
 
@@ -40,17 +39,13 @@ def newest_intact(directory: Path, *, io: FileIO | None = None, but: Path | None
     The one that `latest` names is the newest, then those written last. Reads whole checkpoints until one passes.
     """
     io = io or FileIO()
-    try:
-        candidates = step_directories(directory, io)
-    except CheckpointError:
-        return None
-    try:
+    latest = directory  # nothing that a candidate could be
+    with suppress(CheckpointError):
         latest = _latest(directory, io)
-    except CheckpointError:
-        latest = directory  # nothing that a candidate could be
-    for path in sorted(candidates, key=lambda path: path != latest):
-        if path != but and is_complete(path, io, bytes_too=True):
-            return path
+    with suppress(CheckpointError):
+        for path in sorted(step_directories(directory, io), key=lambda path: path != latest):
+            if path != but and is_complete(path, io, bytes_too=True):
+                return path
     return None
 
 

@@ -22,19 +22,6 @@ from patrickstar.checkpoint.fields import as_int, as_object, as_shape, as_str, e
 from patrickstar.config.json_file import parse_json
 from patrickstar.errors import CheckpointError
 
-__all__ = [
-    "INDEX_NAME",
-    "MOST_INDEX_BYTES",
-    "OLD_PREFIX",
-    "STEP_NAME",
-    "VALUES_NAME",
-    "FileRecord",
-    "Index",
-    "decode_index",
-    "encode_index",
-    "seal",
-]
-
 INDEX_NAME = "index.json"
 VALUES_NAME = "values.pt"
 STEP_NAME = re.compile(r"step-([0-9]{8,20})")

@@ -19,8 +19,6 @@ from patrickstar.checkpoint.tensors import DTYPE_CODES, DTYPES, TensorEntry
 from patrickstar.errors import CheckpointError
 from patrickstar.memory.fileio import FileIO, read_whole, reported
 
-__all__ = ["Span", "encode_header", "read_header"]
-
 _LENGTH_BYTES = 8
 _DATA_ALIGNMENT = 64  # so that a reader that maps the file finds the first tensor on a cache line
 _MOST_NUMEL = 2**63 - 1

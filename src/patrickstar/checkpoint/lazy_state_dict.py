@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["LazyStateDict"]
-
 
 class LazyStateDict(Mapping[str, torch.Tensor]):
     """Names that are known, tensors that are read when asked for: a mapping for models that do not fit memory at once.

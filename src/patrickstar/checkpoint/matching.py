@@ -22,8 +22,6 @@ from patrickstar.checkpoint.naming import Naming
 from patrickstar.checkpoint.weight_files import WeightFiles
 from patrickstar.errors import CheckpointError, some
 
-__all__ = ["Match", "Origin", "Wanted", "match"]
-
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _PIECE_NUMEL = 1 << 20

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from patrickstar.errors import ConfigError
 
-__all__ = ["Naming", "describe", "naming_of", "own_keys"]
-
 
 class Naming:
     """The way from names in files to names of a model of transformers; None: of one that belongs to no library, where a name is a name."""

@@ -26,8 +26,6 @@ from patrickstar.checkpoint.tensor_files import TensorFiles
 from patrickstar.errors import CheckpointError, some
 from patrickstar.memory.fileio import FileIO, reported
 
-__all__ = ["StepReader"]
-
 
 class StepReader(TensorFiles):
     """One checkpoint. `step`: the step that it is of."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import _pytree
 
 from patrickstar.errors import CheckpointError
-
-__all__ = ["capture", "check", "restore"]
 
 _log = logging.getLogger("patrickstar")
 
@@ -25,7 +23,7 @@ def capture(device: torch.device | None = None) -> dict[str, Any]:
         # 625 numbers, which are smaller as a tensor.
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
     }
-    tree["numpy"] = _each(np.random.get_state(legacy=False), np.ndarray, torch.from_numpy)  # noqa: NPY002 - the global one
+    tree["numpy"] = _pytree.tree_map_only(np.ndarray, torch.from_numpy, np.random.get_state(legacy=False))  # noqa: NPY002 - the global one
     if device is not None:
         tree["device"] = torch.get_device_module(device).get_rng_state(device)
     return tree
@@ -85,19 +83,8 @@ def _python_state(tree: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _numpy_state(tree: dict[str, Any]) -> dict[str, Any]:
-    return _each(tree["numpy"], torch.Tensor, torch.Tensor.numpy)
-
-
-def _each(tree: dict[str, Any], kind: type, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """A tree with `change` done to every value of a kind."""
-    return {
-        key: _each(value, kind, change)
-        if isinstance(value, dict)
-        else change(value)
-        if isinstance(value, kind)
-        else value
-        for key, value in tree.items()
-    }
+    state: dict[str, Any] = _pytree.tree_map_only(torch.Tensor, torch.Tensor.numpy, tree["numpy"])
+    return state
 
 
 def _require(holds: bool, problem: str) -> None:

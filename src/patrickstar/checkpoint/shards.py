@@ -14,8 +14,6 @@ from patrickstar.checkpoint.tensors import DTYPE_CODES, TensorEntry, bytes_of
 from patrickstar.checkpoint.writer import FileWriter
 from patrickstar.errors import ConfigError
 
-__all__ = ["Shard", "plan_shards", "write_shard"]
-
 _MOST_TENSORS = 50_000  # so that no header comes near the 100 MB that readers accept
 
 

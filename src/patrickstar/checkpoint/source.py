@@ -17,8 +17,6 @@ from pathlib import Path
 from patrickstar.errors import CheckpointError
 from patrickstar.memory.fileio import ALIGNMENT, Blocks, FileIO, read_whole, reported
 
-__all__ = ["Identity", "Source", "open_file", "read_small"]
-
 Identity = tuple[int, int, int, int]
 
 

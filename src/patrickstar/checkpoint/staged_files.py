@@ -17,8 +17,6 @@ from patrickstar.errors import DeviceError
 from patrickstar.memory.fileio import FileIO, reported, two_blocks
 from patrickstar.units import format_bytes
 
-__all__ = ["StagedFiles", "aside", "remove", "staged", "sync_directory"]
-
 _PREFIX = ".tmp-"
 _SLACK_BYTES = 1 << 20  # for headers, directories and the file system's own
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -64,10 +62,7 @@ def staged(
         DeviceError: the directory cannot be used, another writer is there, or less is free.
     """
     _make_directories(directory, io)
-    with (
-        _locked(directory, io, what=what),
-        ThreadPoolExecutor(1, thread_name_prefix="patrickstar-checkpoint") as lane,
-    ):
+    with _locked(directory, io, what=what), ThreadPoolExecutor(1, thread_name_prefix="patrickstar-checkpoint") as lane:
         _sweep(directory, io)
         _check_space(directory, nbytes, io, what=what, intact=intact)
         path = aside(directory)

@@ -37,8 +37,6 @@ from patrickstar.errors import CheckpointError, ConfigError
 from patrickstar.memory.fileio import FileIO, reported
 from patrickstar.units import GIB
 
-__all__ = ["SHARD_BYTES", "write_step"]
-
 SHARD_BYTES = 4 * GIB
 
 _log = logging.getLogger("patrickstar")

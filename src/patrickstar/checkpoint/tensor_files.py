@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -17,8 +16,6 @@ from patrickstar.checkpoint.tensors import bytes_of, empty
 from patrickstar.checkpoint.writer import BLOCK_BYTES
 from patrickstar.errors import CheckpointError
 from patrickstar.memory.fileio import ALIGNMENT, Blocks, FileIO, two_blocks
-
-__all__ = ["TensorFiles"]
 
 _Files = TypeVar("_Files", bound="TensorFiles")
 
@@ -118,9 +115,7 @@ class TensorFiles:
     def __enter__(self: _Files) -> _Files:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _span(self, name: str) -> Span:

@@ -9,8 +9,6 @@ from types import MappingProxyType
 
 import torch
 
-__all__ = ["DTYPES", "DTYPE_CODES", "TensorEntry", "bytes_of", "empty"]
-
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
         "BOOL": torch.bool,

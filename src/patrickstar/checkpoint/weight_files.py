@@ -24,8 +24,6 @@ from patrickstar.config.json_file import parse_json
 from patrickstar.errors import CheckpointError
 from patrickstar.memory.fileio import FileIO, reported
 
-__all__ = ["INDEX_FILE", "STEM", "WEIGHTS_FILE", "WeightFiles"]
-
 STEM = "model"
 WEIGHTS_FILE = f"{STEM}.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"

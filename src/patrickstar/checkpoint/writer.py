@@ -11,8 +11,6 @@ from typing import Final
 
 from patrickstar.memory.fileio import ALIGNMENT, Blocks, FileIO, reported, write_whole
 
-__all__ = ["BLOCK_BYTES", "FileWriter"]
-
 BLOCK_BYTES: Final = 4 << 20
 
 

@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from patrickstar.cli.batches import (
-    VALIDATION_BATCHES,
-    Batch,
-    Batches,
-    BatchSource,
-    RandomBatches,
-    validation_batches,
-)
+from patrickstar.cli.batches import VALIDATION_BATCHES, Batch, Batches, BatchSource, RandomBatches, validation_batches
 from patrickstar.cli.corpus import read_corpus
 from patrickstar.cli.display import Display
 from patrickstar.cli.tokenizer import Tokens, encode, make_tokenizer

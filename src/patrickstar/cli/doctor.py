@@ -77,22 +77,16 @@ def doctor(disk: Path | None, measure: Path | None, as_json: bool) -> int:
 
 def examine(disk: Path | None) -> Iterator[Finding]:
     """Everything worth knowing, in the order in which it matters."""
-    packages = list(_packages())
+    yield Finding("python", platform.python_version(), platform.python_version())
+    vision = () if find_spec("torchvision") is None else ("torchvision",)
+    packages = [_package(name) for name in ("torch", "safetensors", "rich", "tokenizers", *vision, "transformers")]
     yield from packages
-    if any(found.name == "torch" and found.fault for found in packages):
-        return  # all else is asked of it
+    if packages[0].fault:
+        return  # all else is asked of torch
     for part in (_processor, _memory, _allocator, _cuda):
         yield from part()
     if disk is not None:
         yield from _disk(disk)
-
-
-def _packages() -> Iterator[Finding]:
-    yield Finding("python", platform.python_version(), platform.python_version())
-    yield from map(_package, ("torch", "safetensors", "rich", "tokenizers"))
-    if find_spec("torchvision") is not None:
-        yield _package("torchvision")
-    yield _package("transformers")
 
 
 def _package(name: str) -> Finding:

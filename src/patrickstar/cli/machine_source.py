@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from patrickstar.cli.machines import BOTH, MACHINES, RATES, MachinePreset
 from patrickstar.config.arguments import MemoryOptions
@@ -155,16 +155,14 @@ def _read(path: Path) -> MachinePreset:
     raise MachineError(f"--machine {path}: " + "\n  ".join(problems))
 
 
-def _are_types(value: Any) -> bool:
-    return isinstance(value, list) and all(item in BOTH for item in value)
-
-
 _KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
     {
         **dict.fromkeys(MachinePreset.__dataclass_fields__, WHOLE),
         **dict.fromkeys(RATES, RATE),
         "device": Kind("the name of the accelerator, or an empty text", TEXT.takes),
-        "fast_16bit": Kind("a list of bf16 and fp16", _are_types, tuple),
+        "fast_16bit": Kind(
+            "a list of bf16 and fp16", lambda v: isinstance(v, list) and all(x in BOTH for x in v), tuple
+        ),
     }
 )
 

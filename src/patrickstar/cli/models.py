@@ -37,7 +37,7 @@ class Shape:
     positions: int = 1024
     tied: bool = False
     head_dim: int | None = None
-    theta: float = 10000.0
+    theta: float = 1e4
     eps: float = 1e-5
     family: str = "gpt2"
 
@@ -92,27 +92,19 @@ MODELS: Final[Mapping[str, Shape]] = MappingProxyType(
         "gpt2-xl": Shape(48, 1600, 25),
         "llama-2-7b": Shape(32, 4096, 32, 32, 11008, 32000, 4096, family="llama"),
         "llama-2-13b": Shape(40, 5120, 40, 40, 13824, 32000, 4096, family="llama"),
-        "llama-3.2-1b": Shape(
-            16, 2048, 32, 8, 8192, 128256, 131072, tied=True, head_dim=64, theta=500000.0, family="llama"
-        ),
+        "llama-3.2-1b": Shape(16, 2048, 32, 8, 8192, 128256, 131072, tied=True, head_dim=64, theta=5e5, family="llama"),
         "llama-3.2-3b": Shape(
-            28, 3072, 24, 8, 8192, 128256, 131072, tied=True, head_dim=128, theta=500000.0, family="llama"
+            28, 3072, 24, 8, 8192, 128256, 131072, tied=True, head_dim=128, theta=5e5, family="llama"
         ),
-        "llama-3.1-8b": Shape(32, 4096, 32, 8, 14336, 128256, 131072, theta=500000.0, family="llama"),
-        "llama-3.1-70b": Shape(80, 8192, 64, 8, 28672, 128256, 131072, theta=500000.0, family="llama"),
-        "mistral-7b": Shape(32, 4096, 32, 8, 14336, 32768, 32768, theta=1000000.0, family="mistral"),
-        "qwen2.5-0.5b": Shape(
-            24, 896, 14, 2, 4864, 151936, 32768, tied=True, theta=1000000.0, eps=1e-6, family="qwen2"
-        ),
-        "qwen2.5-1.5b": Shape(
-            28, 1536, 12, 2, 8960, 151936, 131072, tied=True, theta=1000000.0, eps=1e-6, family="qwen2"
-        ),
-        "qwen2.5-3b": Shape(
-            36, 2048, 16, 2, 11008, 151936, 32768, tied=True, theta=1000000.0, eps=1e-6, family="qwen2"
-        ),
-        "qwen2.5-7b": Shape(28, 3584, 28, 4, 18944, 152064, 131072, theta=1000000.0, eps=1e-6, family="qwen2"),
-        "qwen2.5-14b": Shape(48, 5120, 40, 8, 13824, 152064, 131072, theta=1000000.0, family="qwen2"),
-        "qwen2.5-32b": Shape(64, 5120, 40, 8, 27648, 152064, 131072, theta=1000000.0, family="qwen2"),
+        "llama-3.1-8b": Shape(32, 4096, 32, 8, 14336, 128256, 131072, theta=5e5, family="llama"),
+        "llama-3.1-70b": Shape(80, 8192, 64, 8, 28672, 128256, 131072, theta=5e5, family="llama"),
+        "mistral-7b": Shape(32, 4096, 32, 8, 14336, 32768, 32768, theta=1e6, family="mistral"),
+        "qwen2.5-0.5b": Shape(24, 896, 14, 2, 4864, 151936, 32768, tied=True, theta=1e6, eps=1e-6, family="qwen2"),
+        "qwen2.5-1.5b": Shape(28, 1536, 12, 2, 8960, 151936, 131072, tied=True, theta=1e6, eps=1e-6, family="qwen2"),
+        "qwen2.5-3b": Shape(36, 2048, 16, 2, 11008, 151936, 32768, tied=True, theta=1e6, eps=1e-6, family="qwen2"),
+        "qwen2.5-7b": Shape(28, 3584, 28, 4, 18944, 152064, 131072, theta=1e6, eps=1e-6, family="qwen2"),
+        "qwen2.5-14b": Shape(48, 5120, 40, 8, 13824, 152064, 131072, theta=1e6, family="qwen2"),
+        "qwen2.5-32b": Shape(64, 5120, 40, 8, 27648, 152064, 131072, theta=1e6, family="qwen2"),
         # The original's table, in its order. Its short GPT2small sequence is no misprint.
         "Bert": Shape(6, 768, 12, vocab=30522, positions=512, family="bert"),
         "Bertlarge": Shape(24, 1024, 16, vocab=30522, positions=512, family="bert"),

@@ -19,7 +19,9 @@ GUARD: Final = "PATRICKSTAR_ALLOCATOR"
 
 def under_tcmalloc(*, device: str | None, host_memory: int | str | None) -> None:
     """Replaces this process by the same one under tcmalloc, or returns where there is no point or no library."""
-    if GUARD in os.environ or host_memory is None or not _host_computes(device):
+    # Known without importing torch.
+    host_computes = device == "cpu" or (device is None and not Path("/proc/driver/nvidia/version").exists())
+    if GUARD in os.environ or host_memory is None or not host_computes:
         return
     from patrickstar.memory.allocator import tcmalloc_library
 
@@ -34,8 +36,3 @@ def under_tcmalloc(*, device: str | None, host_memory: int | str | None) -> None
     sys.stderr.flush()
     environment = {**os.environ, "LD_PRELOAD": str(library), GUARD: "tcmalloc"}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606 - the same program again
-
-
-def _host_computes(device: str | None) -> bool:
-    """Tells whether training will run on the CPU; known here without importing torch."""
-    return device == "cpu" or (device is None and not Path("/proc/driver/nvidia/version").exists())

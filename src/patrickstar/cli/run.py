@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,11 +31,9 @@ from patrickstar.cli.stop import StopSignals
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.engine.initialize import memory_for
 from patrickstar.memory.filesystem import expect_usable
+from patrickstar.session.forecast import Forecast
 from patrickstar.step.budgets import find_resources
 from patrickstar.step.precision import find_precision
-
-if TYPE_CHECKING:
-    from patrickstar.session.forecast import Forecast
 
 
 def run(request: Request, signals: StopSignals) -> int:

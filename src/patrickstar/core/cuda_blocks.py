@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["block_bytes", "cuda_block_bytes"]
-
 _GRAIN_BYTES: Final = 512  # kMinBlockSize of c10/cuda/CUDACachingAllocator.cpp
 _SMALL_BYTES: Final = 1 << 20  # kSmallSize there
 

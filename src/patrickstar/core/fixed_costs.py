@@ -34,13 +34,9 @@ class FixedCosts:
     @property
     def room_bytes(self) -> int:
         """Bytes that chunks and activations may take of the budget that was given."""
-        if not self.floor_bytes:
-            return self.given_bytes
-        return (
-            _without(self.given_bytes)
-            if self.given_bytes >= self.floor_bytes
-            else min(self.given_bytes, self._most_below)
-        )
+        if self.given_bytes < self.floor_bytes:
+            return min(self.given_bytes, self._most_below)
+        return _without(self.given_bytes) if self.floor_bytes else self.given_bytes
 
     @property
     def set_aside_bytes(self) -> int:

@@ -10,8 +10,6 @@ from typing import Final
 from patrickstar.core.layout import Layout
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 
-__all__ = ["FP32", "Formats", "PlaneFormat", "SessionFormats", "bf16_formats", "fp16_formats"]
-
 
 @dataclass(frozen=True, slots=True)
 class PlaneFormat:

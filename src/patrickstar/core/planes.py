@@ -5,8 +5,6 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final, NamedTuple
 
-__all__ = ["EXP_AVG", "EXP_AVG_SQ", "GRAD", "REST", "STEP", "WEIGHT", "GradientUse", "PlaneRef"]
-
 WEIGHT: Final = "weight"  # what the model computes with
 REST: Final = "rest"  # what completes a 16-bit weight to its fp32 master
 GRAD: Final = "grad"
@@ -49,13 +47,11 @@ class GradientUse(Enum):
     NONE = "nowhere: nothing is trained"
 
     @property
-    def rest(self) -> bool:
-        """Tells whether every gradient lies in its chunk until the step, and so has a home from the start."""
-        return self is GradientUse.CHUNK
-
-    @property
     def planes(self) -> tuple[str, ...]:
-        """The planes of chunks that are trained which rest somewhere, as far as their formats have them; where nothing is trained, weights."""
+        """The planes of chunks that are trained which rest somewhere from the start, as far as their formats have them.
+
+        Gradients do where all of them lie in their chunks until the step. Where nothing is trained, only weights do.
+        """
         if self is GradientUse.NONE:
             return (WEIGHT,)
-        return (WEIGHT, REST, *((GRAD,) if self.rest else ()), EXP_AVG, EXP_AVG_SQ)
+        return (WEIGHT, REST, *((GRAD,) if self is GradientUse.CHUNK else ()), EXP_AVG, EXP_AVG_SQ)

@@ -19,7 +19,7 @@ _WARM_EXTENT: Final = re.compile(rb"\x01+")
 
 
 class SlotMap:
-    """The slots `[0, virtual_slots)` of an arena: `take` and `give` them, one or several adjacent ones."""
+    """The slots `[0, virtual_slots)` of an arena: `take` and `give` them, one or several adjacent ones. `in_use`: taken and not given back."""
 
     def __init__(self, virtual_slots: int) -> None:
         if virtual_slots < 1:
@@ -28,24 +28,19 @@ class SlotMap:
 
         self._state = bytearray(virtual_slots)
         self._warm: OrderedDict[int, None] = OrderedDict()
-        self._in_use = 0
+        self.in_use = 0
         self._n_apart = 0
         self._cold_from = 0
         self._last_given = (0, 0)
 
     @property
-    def in_use(self) -> int:
-        """Slots taken and not given back."""
-        return self._in_use
-
-    @property
     def committed(self) -> int:
         """Slots that hold pages: those in use, and the warm ones."""
-        return self._in_use + len(self._warm)
+        return self.in_use + len(self._warm)
 
     def can_take(self, n: int = 1) -> bool:
         """Tells whether there are `n` adjacent free slots."""
-        return self._in_use + self._n_apart < self.virtual_slots if n == 1 else self._best_run(n) >= 0
+        return self.in_use + self._n_apart < self.virtual_slots if n == 1 else self._best_run(n) >= 0
 
     def take(self, n: int = 1) -> int:
         """The first of `n` adjacent slots, now in use. Warm ones where there are such, else as many warm as can be.
@@ -56,18 +51,18 @@ class SlotMap:
         if n == 1 and self._warm:
             slot, _ = self._warm.popitem(last=False)
             self._state[slot] = _USED
-            self._in_use += 1
+            self.in_use += 1
             return slot
         first = self._lowest_cold() if n == 1 else self._best_run(n)
         if first < 0:
             raise LookupError(
-                f"no {n} adjacent free slots among {self.virtual_slots}, of which {self._in_use} are in use"
+                f"no {n} adjacent free slots among {self.virtual_slots}, of which {self.in_use} are in use"
             )
         for slot in range(first, first + n):
             if self._state[slot] == _WARM:
                 del self._warm[slot]
             self._state[slot] = _USED
-        self._in_use += n
+        self.in_use += n
         return first
 
     def give(self, first: int, n: int = 1) -> None:
@@ -83,7 +78,7 @@ class SlotMap:
             assert self._state[span] == bytes([_USED]) * n, f"slots {first} to {first + n - 1} are not all in use"
             self._state[span] = bytes([_WARM]) * n
             self._warm.update(dict.fromkeys(reversed(range(first, first + n))))  # its head is what (5) speaks of
-        self._in_use -= n
+        self.in_use -= n
         self._last_given = (first, n)
 
     def trim(self, max_committed: int) -> list[tuple[int, int]]:
@@ -116,7 +111,7 @@ class SlotMap:
         """Fails, naming the number, where an invariant at the top of this file does not hold. Tests call it."""
         assert len(self._state) == self.virtual_slots, "(1)"
         assert set(self._state) <= {_COLD, _WARM, _USED, _APART}, "(1)"
-        assert self._in_use == self._state.count(_USED), f"(2) {self._in_use} in use, {self._state.count(_USED)} marked"
+        assert self.in_use == self._state.count(_USED), f"(2) {self.in_use} in use, {self._state.count(_USED)} marked"
         assert self._n_apart == self._state.count(_APART), "(1)"
         assert sorted(self._warm) == [slot for slot, state in enumerate(self._state) if state == _WARM], "(3)"
         assert self._state.count(_COLD, 0, self._cold_from) == 0, "(4)"

@@ -17,8 +17,6 @@ from patrickstar.errors import StateError
 from patrickstar.parameters.functions import NEEDS_NO_DATA, SHAPE_ONLY, accessor
 from patrickstar.torch_private import Plain
 
-__all__ = ["deferred_classes"]
-
 _ALLOWED = (
     NEEDS_NO_DATA
     | SHAPE_ONLY

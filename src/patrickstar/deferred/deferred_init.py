@@ -12,14 +12,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from patrickstar.deferred.recording import DeferredRecorder
-from patrickstar.deferred.refused import unrecordable
+from patrickstar.deferred.recording import DeferredRecorder, unrecordable
 from patrickstar.errors import StateError
 from patrickstar.hooks import watch_parameters
 from patrickstar.parameters.functions import ESCAPES, accessor
 from patrickstar.torch_private import Plain
-
-__all__ = ["deferred_by", "deferred_init", "is_building", "present_and_absent_bytes"]
 
 _SET_DATA = accessor("data", "__set__")
 _HANDS_OUT = ESCAPES | {Tensor.tolist}

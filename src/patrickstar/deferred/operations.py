@@ -12,8 +12,6 @@ from torch.utils import _pytree
 
 from patrickstar.core.strides import dense_strides
 
-__all__ = ["OperationSignature", "is_dense", "is_plain"]
-
 _DRAWS = ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")
 _OVERWRITES = frozenset(f"{name}_" for name in (*_DRAWS, "copy", "fill", "zero"))
 _LIKE = frozenset(f"{name}_like" for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros"))

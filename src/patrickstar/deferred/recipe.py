@@ -22,19 +22,6 @@ from torch.utils import _pytree
 from patrickstar.memory.mapping import reserve
 from patrickstar.units import KIB
 
-__all__ = [
-    "Call",
-    "Cell",
-    "Constant",
-    "GeneratorState",
-    "Operand",
-    "can_replay_in",
-    "over",
-    "replay",
-    "replay_in",
-    "room",
-]
-
 _OWN_MAPPING_BYTES = 64 * KIB
 
 

@@ -33,17 +33,25 @@ from patrickstar.deferred.recipe import (
     replay_in,
     room,
 )
-from patrickstar.deferred.refused import CONSTANT_BYTES, ELSEWHERE, expect_own, outside, unrecordable
 from patrickstar.deferred.storages import Storages, operand
+from patrickstar.errors import LayoutError
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.torch_private import Unseen
-from patrickstar.units import MIB
+from patrickstar.units import KIB, MIB, format_bytes
 
-__all__ = ["DeferredRecorder"]
-
+_CONSTANT_BYTES = 64 * KIB  # of values that no recorded operation has made: up to here they are kept
 _RELEASE_BYTES = 32 * MIB
 _COPY = "a copy of a parameter"
+_ELSEWHERE = "values that torch's operations have not made (NumPy, a file)"
 Known = Mapping[int, Cell]
+
+
+def unrecordable(label: str, why: str) -> LayoutError:
+    """An initialisation that cannot be recorded: of what, and the operation."""
+    return LayoutError(
+        f"{label} cannot be built under deferred_init(): {why}. Build the model outside of it; or leave this out there, "
+        "and give the values with manage(weights=...) or session.write()"
+    )
 
 
 class DeferredRecorder:
@@ -67,7 +75,7 @@ class DeferredRecorder:
             cell = self._storages.cell(parameter)
             if cell is None:
                 if not parameter.untyped_storage().resizable():
-                    raise unrecordable(label, f"it is made of {ELSEWHERE}")
+                    raise unrecordable(label, f"it is made of {_ELSEWHERE}")
                 return  # made before this context: it stays as it is
             if cell.last is not None:
                 if cell.last.lost:
@@ -129,10 +137,10 @@ class DeferredRecorder:
 
     def can_make_in(self, parameter: Tensor, dtype: torch.dtype) -> bool:
         """Tells whether a parameter's values can be made in memory of this type that is theirs, without any other."""
-        cell = self.cell(parameter)
         with _apart():
-            whole = cell is not None and parameter.nbytes == cell.nbytes > 0 and is_dense(parameter)
-            return whole and cell is not None and can_replay_in(cell, dtype)
+            cell = self._storages.cell(parameter)
+            is_whole = cell is not None and parameter.nbytes == cell.nbytes > 0 and is_dense(parameter)
+            return is_whole and cell is not None and can_replay_in(cell, dtype)
 
     def make_in(self, parameter: Tensor, place: Tensor) -> None:
         """Makes a parameter's values in a given 1-D tensor, in the order in which the parameter lies in memory."""
@@ -164,12 +172,8 @@ class DeferredRecorder:
                 return written[0] if func._schema.returns else None
             if signature.copies and any(cell.deferred for cell in known.values()):
                 return self._copy(call, func(*args, **kwargs))
-            storages = (
-                {}
-                if signature.shape_only
-                else {id(cell): self._values(cell) for cell in known.values() if cell.deferred}
-            )
-            result = _run(call, leaves, known, storages)
+            read = () if signature.shape_only else known.values()
+            result = _run(call, leaves, known, {id(cell): self._values(cell) for cell in read if cell.deferred})
             self._made(call, result)
             for cell in changed.values():
                 cell.last = call
@@ -193,9 +197,13 @@ class DeferredRecorder:
                     if not signature.copies:
                         call.parameters |= after.parameters | ({cell} if cell.label else set())
             elif isinstance(leaf, Tensor):
-                small = is_plain(leaf) and leaf.nbytes <= CONSTANT_BYTES and leaf.untyped_storage().resizable()
-                recorded.append(Constant(leaf.detach().clone()) if small else None)
-                call.lost = call.lost or ("" if small else f"{signature.name}() takes {outside(leaf)}")
+                is_ours = is_plain(leaf) and leaf.untyped_storage().resizable()
+                if is_ours and leaf.nbytes <= _CONSTANT_BYTES:
+                    recorded.append(Constant(leaf.detach().clone()))
+                    continue
+                recorded.append(None)
+                large = f"{format_bytes(leaf.nbytes)} of values made elsewhere; up to {format_bytes(_CONSTANT_BYTES)} are kept"
+                call.lost = call.lost or f"{signature.name}() takes {large if is_ours else _ELSEWHERE}"
             elif isinstance(leaf, torch.Generator):
                 recorded.append(GeneratorState(leaf.get_state()))
             else:
@@ -216,7 +224,8 @@ class DeferredRecorder:
         if call.lost:
             came_of = "" if call.lost.startswith(name) else f"{name}() takes what comes of this: "
             raise unrecordable(label, came_of + call.lost)
-        expect_own(label, call, cell, f"{name}() reads")
+        if read := sorted({found.label for found in call.parameters if found is not cell}):
+            raise unrecordable(label, f"{name}() reads the values of another parameter, {read[0]}")
         if whole or any(found.deferred and found is not cell for found in known.values()):
             self._let_go(cell)
         if signature.draws and whole:

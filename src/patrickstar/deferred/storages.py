@@ -12,8 +12,6 @@ from patrickstar.deferred.operations import is_plain
 from patrickstar.deferred.recipe import Call, Cell, Operand, over
 from patrickstar.memory.mapping import reserve
 
-__all__ = ["Storages", "operand"]
-
 _FIRST_LOOK = 1024
 
 

@@ -14,8 +14,6 @@ from patrickstar.engine.engine_optimizer import EngineOptimizer
 from patrickstar.errors import ConfigError, StateError
 from patrickstar.session.session import Session
 
-__all__ = ["Engine", "LoadedKeys"]
-
 
 class LoadedKeys(NamedTuple):
     """Keys that `load_state_dict` left out."""

@@ -14,8 +14,6 @@ from patrickstar.errors import StateError
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.session.session import Session
 
-__all__ = ["EngineOptimizer"]
-
 _log = logging.getLogger("patrickstar")
 
 

@@ -23,8 +23,6 @@ from patrickstar.optim.configured import Scheduler, build_optimizer
 from patrickstar.optim.schedules import rates_of
 from patrickstar.session.manage import manage
 
-__all__ = ["initialize_engine", "memory_for"]
-
 _log = logging.getLogger("patrickstar")
 
 

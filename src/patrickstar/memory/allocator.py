@@ -17,17 +17,6 @@ from typing import Final
 
 from patrickstar.units import GIB, KIB, MIB
 
-__all__ = [
-    "Allocator",
-    "allocator",
-    "identify",
-    "release_free_memory",
-    "return_at_once",
-    "set_glibc_thresholds",
-    "set_tcmalloc_decommit",
-    "tcmalloc_library",
-]
-
 _M_TRIM_THRESHOLD: Final = -1
 _M_TOP_PAD: Final = -2
 _M_MMAP_THRESHOLD: Final = -3
@@ -63,8 +52,6 @@ class Allocator:
     retains: float
     extra_bytes: int
     """What a first step leaves behind whatever its size: lazy imports, thread pools, workspaces, pages of libraries."""
-    note: str
-    """What would make it keep less, for people."""
     overshoots: float
     """What it takes at most beyond what is live, as a share of that, where it is asked for what it keeps (`release_free_memory`) before each rise."""
 
@@ -80,8 +67,8 @@ def allocator(*, returning: bool = False) -> Allocator:
     with Path("/proc/self/maps").open() as maps:
         name, library = identify(maps, address=ctypes.cast(_process.posix_memalign, ctypes.c_void_p).value or 0)
     at_once = returning if name == "glibc" else name == "tcmalloc" and (_decommits() or (returning and _can_decommit()))
-    retains, note = _RETURNS_AT_ONCE if at_once else _EXPECTED[name]
-    return Allocator(name, library, retains, _EXTRA_BYTES, note, _OVERSHOOTS.get(name, 1.0))
+    retains = 1.0 if at_once else _RETAINS[name]
+    return Allocator(name, library, retains, _EXTRA_BYTES, _OVERSHOOTS.get(name, 1.0))
 
 
 def identify(maps: Iterable[str], *, address: int) -> tuple[str, str]:
@@ -190,14 +177,5 @@ _EXTRA_BYTES: Final = 64 * MIB
 # Measured were 0.08 and 0.19: the same record.
 _OVERSHOOTS: Final = MappingProxyType({"glibc": 1 / 12, "tcmalloc": 1 / 4})
 
-# retains, note. Those of jemalloc and mimalloc are from a shorter series, under no session.
-_RETURNS_AT_ONCE: Final = (1.0, "")
-_EXPECTED: Final = MappingProxyType(
-    {
-        "glibc": (1.6, "preloading tcmalloc (Debian: libtcmalloc-minimal4), or setting glibc's thresholds"),
-        "tcmalloc": (1.45, "its property tcmalloc.aggressive_memory_decommit"),
-        "jemalloc": (1.2, ""),
-        "mimalloc": (1.7, "preloading tcmalloc instead (Debian: libtcmalloc-minimal4)"),
-        "unknown": (2.0, "preloading tcmalloc (Debian: libtcmalloc-minimal4)"),
-    }
-)
+# Those of jemalloc and mimalloc are from a shorter series, under no session.
+_RETAINS: Final = MappingProxyType({"glibc": 1.6, "tcmalloc": 1.45, "jemalloc": 1.2, "mimalloc": 1.7, "unknown": 2.0})

@@ -24,8 +24,6 @@ from patrickstar.errors import StateError
 from patrickstar.memory.lanes import Task, Ticket
 from patrickstar.memory.space import HostSpace, Space
 
-__all__ = ["SLOT_ALIGNMENT", "Arena"]
-
 SLOT_ALIGNMENT = 4096  # bytes: slots are whole pages, and direct I/O on them needs it
 _POISON = 0xFF  # a NaN in every floating type
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MemoryGroup", "memory_groups"]
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryGroup:

@@ -9,8 +9,6 @@ import torch
 
 from patrickstar.errors import DeviceError
 
-__all__ = ["DeviceFailureError", "located", "noticed_at"]
-
 
 class DeviceFailureError(DeviceError):
     """A kernel has failed, of this library or of others. `shown`: torch's error, in words. `where`: what was done when it was noticed."""

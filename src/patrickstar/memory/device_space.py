@@ -12,10 +12,8 @@ from torch import Tensor
 
 from patrickstar.errors import StateError
 from patrickstar.memory.driver import DeviceAddresses, granule_bytes
-from patrickstar.memory.space import Space, copy_by_unit
+from patrickstar.memory.space import Space, copy_by_unit, still_open
 from patrickstar.torch_private import storage_at
-
-__all__ = ["DeviceSpace"]
 
 
 class DeviceSpace(Space):
@@ -39,14 +37,11 @@ class DeviceSpace(Space):
     def address_range(self) -> tuple[int, int]:
         return self._start, self._start + self._nbytes
 
-    def expect_open(self) -> None:
-        self._open()
-
     def buffer(self, at: int, nbytes: int) -> memoryview:  # noqa: ARG002
         raise StateError(f"the {self.name} arena has no bytes that the host could see")
 
     def wrapping(self, at: int, nbytes: int, dtype: torch.dtype) -> Callable[[], Tensor]:
-        self._open()
+        self.expect_open()
         address, size = self._start + at, (nbytes // dtype.itemsize,)
         empty = torch.empty(0, dtype=dtype, device=self._device)
 
@@ -63,7 +58,7 @@ class DeviceSpace(Space):
         copy_by_unit(other, from_, self, at, nbytes, unit_bytes=self._unit_bytes)
 
     def prepare(self, at: int, nbytes: int) -> None:
-        addresses, mapped = self._open(), list[int]()
+        addresses, mapped = self.expect_open(), list[int]()
         pieces = self._pieces(at, nbytes)
         try:
             for piece in pieces:
@@ -90,7 +85,7 @@ class DeviceSpace(Space):
         return self._piece_bytes == self._unit_bytes
 
     def lend(self, at: int, to: int) -> None:
-        addresses = self._open()
+        addresses = self.expect_open()
         addresses.map_also(to, at)
         self._prepared[to] += 1
 
@@ -115,15 +110,9 @@ class DeviceSpace(Space):
         first = at // self._piece_bytes * self._piece_bytes
         return range(first, at + nbytes, self._piece_bytes)
 
-    def _open(self) -> DeviceAddresses:
-        if self._addresses is None:
-            raise StateError(f"the {self.name} arena is closed")
-        if os.getpid() != self._owner:
-            raise StateError(
-                f"the {self.name} arena belongs to process {self._owner}, and this one was forked from it, where CUDA cannot be used: "
-                "use the model in the process that manages it, or start workers with the spawn method"
-            )
-        return self._addresses
+    def expect_open(self) -> DeviceAddresses:
+        forked = ", where CUDA cannot be used"
+        return still_open(self._addresses, name=self.name, owner=self._owner, forked=forked)
 
 
 def _close_after(left: set[int], number: int, addresses: DeviceAddresses, device: torch.device) -> None:

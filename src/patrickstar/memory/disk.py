@@ -31,8 +31,6 @@ from patrickstar.memory.lanes import Task
 from patrickstar.memory.mapping import reserve
 from patrickstar.units import format_bytes
 
-__all__ = ["DiskPool", "Extent", "remove_stale_files"]
-
 _ATTEMPTS: Final = 8  # to make a file that nobody else removes
 _PREFIX: Final = "patrickstar-"
 
@@ -73,19 +71,14 @@ class DiskPool:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        *,
-        units: Mapping[PlaneRef, int],
-        budget_bytes: int,
-        io: FileIO | None = None,
+        self, directory: Path, *, units: Mapping[PlaneRef, int], budget_bytes: int, io: FileIO | None = None
     ) -> None:
         for ref, size in units.items():
             if size < 1 or size % ALIGNMENT:
                 raise ValueError(f"{ref} has {size} bytes: expected a multiple of {ALIGNMENT}")
         self.directory = directory
         self.nbytes = 0
-        self._io = io if io is not None else FileIO()
+        self._io = io or FileIO()
 
         self._nbytes: dict[PlaneRef, int] = {}
         self._file_of: dict[PlaneRef, _File] = {}
@@ -103,8 +96,7 @@ class DiskPool:
             self.take(ref)
         if kept_in_memory(directory):
             logger.warning(
-                "disk=%s is memory itself (tmpfs): offloading to it frees none; name a directory on a disk",
-                directory,
+                "disk=%s is memory itself (tmpfs): offloading to it frees none; name a directory on a disk", directory
             )
 
     def add(self, units: Mapping[PlaneRef, int]) -> None:
@@ -230,7 +222,7 @@ class DiskPool:
 
 def remove_stale_files(directory: Path, *, io: FileIO | None = None) -> int:
     """Removes what pools of ended processes left in a directory, never a file that a living pool has; gives how many files."""
-    io = io if io is not None else FileIO()
+    io = io or FileIO()
     removed = 0
     for path in sorted(directory.glob(f"{_PREFIX}*.*")):
         try:

@@ -15,8 +15,6 @@ import torch
 from patrickstar.errors import DeviceError
 from patrickstar.units import format_bytes
 
-__all__ = ["DeviceAddresses", "granule_bytes"]
-
 _SUCCESS: Final = 0
 _OUT_OF_MEMORY: Final = 2
 _PINNED: Final = 1  # CU_MEM_ALLOCATION_TYPE_PINNED

@@ -16,8 +16,6 @@ from patrickstar.errors import DeviceError, Error
 from patrickstar.memory.mapping import reserve
 from patrickstar.units import MIB
 
-__all__ = ["ALIGNMENT", "Blocks", "FileIO", "read_whole", "reported", "two_blocks", "write_whole"]
-
 ALIGNMENT: Final = 4096
 """Of offset, size and memory of a direct transfer."""
 

@@ -11,8 +11,6 @@ from typing import Final
 from patrickstar.errors import DeviceError
 from patrickstar.memory.fileio import FileIO, reported
 
-__all__ = ["DISK_SHARE", "expect_usable", "free_bytes", "kept_in_memory", "prepare_directory"]
-
 DISK_SHARE: Final = 0.9
 """Share of what is free in its directory that is the disk tier's budget, where none is given."""
 
@@ -40,7 +38,7 @@ def expect_usable(directory: Path, *, io: FileIO | None = None) -> None:
     Raises:
         DeviceError: no parent, not a directory, nothing can be written there, or nothing is free.
     """
-    io = io if io is not None else FileIO()
+    io = io or FileIO()
     # As the files of a pool are called: what a process that is killed right here leaves goes with those.
     place = _place(directory)
     probe = place / f"patrickstar-{os.getpid()}-{secrets.token_hex(4)}.probe"

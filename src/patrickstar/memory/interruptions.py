@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
-__all__ = ["interruptions_put_off"]
-
 
 @contextmanager
 def interruptions_put_off() -> Iterator[None]:

@@ -18,8 +18,6 @@ from typing import Protocol
 
 from patrickstar.errors import StateError
 
-__all__ = ["DONE", "CompletedTicket", "InlineLane", "Lane", "Task", "Ticket", "end_of", "when_all_settled"]
-
 Task = Callable[[], None]
 """What a lane does: a transfer, or the filling of slots. May raise."""
 

@@ -25,9 +25,7 @@ import torch
 
 from patrickstar.core.cuda_blocks import block_bytes
 from patrickstar.core.planes import PlaneRef
-from patrickstar.memory.copy_streams import CopyStreams
-
-__all__ = ["AssembledKey", "CopyKey", "Key", "Leases", "Located", "WeightKey"]
+from patrickstar.memory.readiness import CopyStreams
 
 
 class AssembledKey(NamedTuple):

@@ -12,8 +12,6 @@ from patrickstar.memory.lanes import InlineLane, Lane
 from patrickstar.memory.stream_lane import StreamLane
 from patrickstar.memory.thread_lane import PacedLane, StressedLane, ThreadLane
 
-__all__ = ["MakeLane", "lanes_of"]
-
 MakeLane = Callable[[Tier, Tier | None], Lane]
 """Makes the lane from one tier to another; from a tier to itself: that which fills slots there; from a tier to none: that which updates there."""
 

@@ -11,8 +11,6 @@ from typing import Any, Final
 from patrickstar.errors import DeviceError
 from patrickstar.units import format_bytes
 
-__all__ = ["HUGE_PAGE_BYTES", "PAGE_BYTES", "absent_bytes", "advise_huge", "discard", "inherit", "reserve"]
-
 PAGE_BYTES: Final = mmap.PAGESIZE
 HUGE_PAGE_BYTES: Final = 2 << 20
 

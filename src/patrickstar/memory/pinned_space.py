@@ -15,8 +15,6 @@ import torch
 
 from patrickstar.memory.space import HostSpace
 
-__all__ = ["PinnedSpace"]
-
 _log = logging.getLogger("patrickstar")
 
 _FOR_ALL_CONTEXTS = 1  # cudaHostRegisterPortable

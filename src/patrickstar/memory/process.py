@@ -9,8 +9,6 @@ from pathlib import Path
 from patrickstar.errors import DeviceError
 from patrickstar.memory.cgroup import memory_groups
 
-__all__ = ["available_bytes", "peak_resident_bytes", "reset_peak", "resident_bytes", "total_bytes"]
-
 
 def resident_bytes(*, root: str = "") -> int:
     """The resident size now, files mapped included, in 2.5 microseconds.

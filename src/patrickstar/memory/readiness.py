@@ -1,35 +1,30 @@
 """Readiness of bytes that a device moves: what must be over before they are used or changed, where no thread of the host waits for it.
 
 A transfer counts as arrived once it is queued, and slots are given back while kernels that read them are queued: who comes next has the device wait.
+A copy of a weight is made, on the stream of its first use, where a user believes that the weight has always been: other streams come after that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 import torch
+from torch import Tensor
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.memory.lanes import Ticket
 from patrickstar.memory.stream_lane import StreamTicket
 
-__all__ = ["Place", "Readiness"]
-
 Place = tuple[PlaneRef, Tier]
 """A unit's bytes on one tier."""
 
 
 class Readiness:
-    """The last works on each place that may still be under way on a device. `device`: None where nothing is, and nobody has to ask.
-
-    Attributes:
-        is_needed: true where works are queued on a device.
-    """
+    """The last works on each place that may still be under way on a device. `device`: None where nothing is, and nobody has to ask."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
-        self.is_needed = device is not None
         self._streams: dict[int, torch.Stream] = {}
         self._written: dict[Place, Ticket] = {}
         self._read: dict[Place, list[Ticket]] = {}
@@ -90,3 +85,34 @@ class Readiness:
         self._written.pop(place, None)
         self._read.pop(place, None)
         self._seen.pop(place, None)
+
+
+class CopyStreams:
+    """The last writing of each copy of a weight on a device, and the streams that come after it: each keeps its memory from whoever comes next."""
+
+    def __init__(self) -> None:
+        self._written: dict[Hashable, StreamTicket] = {}
+        self._seen: dict[Hashable, set[int]] = {}
+
+    def written(self, key: Hashable, copy: Tensor) -> None:
+        """Notes that a copy has been written on the current stream of this thread."""
+        if copy.is_cuda:
+            stream = torch.accelerator.current_stream(copy.device)
+            self._written[key] = StreamTicket(stream)
+            self._seen[key] = {stream.stream_id}
+
+    def use(self, key: Hashable, copy: Tensor) -> None:
+        """Has the current stream of this thread, which is about to use a copy, come after its writing."""
+        ticket = self._written.get(key)
+        if ticket is None:
+            return
+        stream = torch.accelerator.current_stream(copy.device)
+        if stream.stream_id not in self._seen[key]:
+            ticket.wait_on_device()
+            copy.record_stream(stream)
+            self._seen[key].add(stream.stream_id)
+
+    def forget(self, key: Hashable) -> None:
+        """Forgets a copy that is let go."""
+        self._written.pop(key, None)
+        self._seen.pop(key, None)

@@ -10,9 +10,6 @@ import torch
 
 from patrickstar.torch_private import attach_out_of_memory_observer
 
-__all__ = ["Listener", "tell_when_out_of_memory"]
-
-
 Listener = Callable[[int, int, int], None]
 """Is told that a device has no memory for so many bytes, how many are free, and of how many, in the thread that asks. It may raise there."""
 

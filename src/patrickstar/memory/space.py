@@ -6,7 +6,7 @@ import ctypes
 import os
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from patrickstar.errors import StateError
 from patrickstar.memory.mapping import HUGE_PAGE_BYTES, absent_bytes, advise_huge, discard, inherit, reserve
 
-__all__ = ["HostSpace", "Space", "copy_by_unit"]
+_Memory = TypeVar("_Memory")
 
 
 class Space(Protocol):
@@ -27,8 +27,8 @@ class Space(Protocol):
     @property
     def address_range(self) -> tuple[int, int]: ...
 
-    def expect_open(self) -> None:
-        """Raises StateError where the memory cannot be used: it has been let go of, or belongs to another process."""
+    def expect_open(self) -> object:
+        """The memory itself. Raises StateError where it cannot be used: it has been let go of, or belongs to another process."""
 
     def buffer(self, at: int, nbytes: int) -> memoryview:
         """Bytes as the system's calls for files take them."""
@@ -87,18 +87,18 @@ class HostSpace(Space):
         return self._start, self._start + self._nbytes
 
     def buffer(self, at: int, nbytes: int) -> memoryview:
-        return memoryview(self._open()).cast("B")[at : at + nbytes]
+        return memoryview(self.expect_open()).cast("B")[at : at + nbytes]
 
     def wrapping(self, at: int, nbytes: int, dtype: torch.dtype) -> Callable[[], Tensor]:
         # 1 microsecond a call. Not to be called in inference mode: what is made there could neither be saved for backward nor written later.
-        return partial(torch.frombuffer, self._open(), dtype=dtype, count=nbytes // dtype.itemsize, offset=at)
+        return partial(torch.frombuffer, self.expect_open(), dtype=dtype, count=nbytes // dtype.itemsize, offset=at)
 
     def fill(self, at: int, nbytes: int, byte: int) -> None:
         if self._memory is not None:
             ctypes.memset(self._start + at, byte, nbytes)
 
     def copy_from(self, other: Space, from_: int, at: int, nbytes: int) -> None:
-        self._open()
+        self.expect_open()
         if isinstance(other, HostSpace):
             ctypes.memmove(self._start + at, other.address_range[0] + from_, nbytes)
         else:
@@ -122,18 +122,20 @@ class HostSpace(Space):
     def close(self, kept: Collection[torch.UntypedStorage] = ()) -> None:  # noqa: ARG002
         self._memory = None
 
-    def expect_open(self) -> None:
-        self._open()
+    def expect_open(self) -> ctypes.Array[ctypes.c_char]:
+        return still_open(self._memory, name=self.name, owner=self._owner)
 
-    def _open(self) -> ctypes.Array[ctypes.c_char]:
-        if self._memory is None:
-            raise StateError(f"the {self.name} arena is closed")
-        if os.getpid() != self._owner:
-            raise StateError(
-                f"the {self.name} arena belongs to process {self._owner}, and this one was forked from it: "
-                "use the model in the process that manages it, or start workers with the spawn method"
-            )
-        return self._memory
+
+def still_open(memory: _Memory | None, *, name: str, owner: int, forked: str = "") -> _Memory:
+    """The memory of an arena. StateError: it has been let go of, or belongs to another process. `forked`: what is said of that as well."""
+    if memory is None:
+        raise StateError(f"the {name} arena is closed")
+    if os.getpid() != owner:
+        raise StateError(
+            f"the {name} arena belongs to process {owner}, and this one was forked from it{forked}: "
+            "use the model in the process that manages it, or start workers with the spawn method"
+        )
+    return memory
 
 
 def copy_by_unit(source: Space, from_: int, target: Space, at: int, nbytes: int, *, unit_bytes: int) -> None:

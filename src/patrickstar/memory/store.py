@@ -33,8 +33,6 @@ from patrickstar.plan.actions import Action, Drop, Issue, Wait, WorkKind
 from patrickstar.plan.residency import InvariantError
 from patrickstar.torch_private import is_profiled
 
-__all__ = ["ChunkStore"]
-
 _AS_IT_IS = nullcontext()
 UpdateWork = Callable[[int, Tier], Task]  # makes the work of a chunk's update on a tier
 

@@ -13,8 +13,6 @@ from patrickstar.errors import StateError
 from patrickstar.memory.device_failure import DeviceFailureError
 from patrickstar.memory.lanes import CompletedTicket, Task, Ticket, when_all_settled
 
-__all__ = ["StreamLane", "StreamTicket"]
-
 
 class StreamTicket:
     """A work that the device does, known by an event behind it on its stream. `stream`: ended when all is that it has now, where given."""
@@ -27,9 +25,8 @@ class StreamTicket:
         if stream is not None:
             try:
                 self._event = stream.record_event()
-            except (
-                torch.AcceleratorError
-            ) as error:  # nothing runs there any more: slots may be given back, and what comes after this fails
+            except torch.AcceleratorError as error:
+                # Nothing runs there any more: slots may be given back, and what comes after this fails.
                 self._end = CompletedTicket(DeviceFailureError(error))
 
     def settle(self, how: torch.Event | BaseException) -> None:

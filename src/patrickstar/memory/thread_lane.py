@@ -15,8 +15,6 @@ from patrickstar.errors import DeviceError, StateError
 from patrickstar.memory.lanes import Lane, Task, Ticket, when_all_settled
 from patrickstar.memory.workers import Job, Workers
 
-__all__ = ["PacedLane", "StressedLane", "ThreadLane"]
-
 _LATEST_SECONDS = 2e-3
 
 

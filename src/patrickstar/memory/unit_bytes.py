@@ -18,8 +18,6 @@ from patrickstar.memory.lanes import Task, Ticket
 from patrickstar.plan.actions import Issue
 from patrickstar.plan.residency import InvariantError, Residency
 
-__all__ = ["UnitBytes"]
-
 
 @dataclass(eq=False, kw_only=True)
 class UnitBytes:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from patrickstar.errors import DeviceError, StateError
 
-__all__ = ["Job", "Workers"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:

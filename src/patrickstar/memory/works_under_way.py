@@ -24,8 +24,6 @@ from patrickstar.plan import residency
 from patrickstar.plan.actions import Issue, Work, WorkKind
 from patrickstar.plan.works import reads, writes
 
-__all__ = ["WorksUnderWay"]
-
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:

@@ -15,8 +15,6 @@ from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.hyper import Hyper, refuse_unsupported
 from patrickstar.optim.passes import Passes
 
-__all__ = ["Adam", "AdamW"]
-
 STATES = ("exact", "compact")
 
 _DTYPES = (torch.float32, torch.bfloat16)

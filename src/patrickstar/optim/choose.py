@@ -16,8 +16,6 @@ from patrickstar.optim.kernel import Kernel
 from patrickstar.optim.passes import Passes, TorchPasses
 from patrickstar.optim.reference import REFERENCE
 
-__all__ = ["ENVIRONMENT_VARIABLE", "choose_kernel", "choose_kernels"]
-
 ENVIRONMENT_VARIABLE = "PATRICKSTAR_ISA"
 NATIVE = ("scalar", "avx2", "avx512", "neon")
 
@@ -96,9 +94,7 @@ def _triton_passes(device: torch.device, host: Passes) -> Passes | None:
         if _agrees(passes, host, device):
             return passes
         why = "other bits than the host's updates"
-    except (
-        Exception
-    ) as error:  # whatever fails in a compiler, an import or a driver: torch's operations need none of them
+    except Exception as error:  # of a compiler, an import or a driver: torch's operations need none of them
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
     _log.warning(
         "Triton's kernels cannot be used on %s (%s): torch's operations update there instead, with the same bits, and not as one fused kernel",

@@ -13,18 +13,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from patrickstar.config.settings import OptimizerSettings
 from patrickstar.optim.schedules import Rates
 
-__all__ = ["Scheduler", "build_optimizer"]
-
 
 def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
     """torch's AdamW where the decay is decoupled, else its Adam, with one group."""
     kind = torch.optim.AdamW if settings.decoupled else torch.optim.Adam
     return kind(
-        list(parameters),
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
+        list(parameters), lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
     )
 
 

@@ -10,8 +10,6 @@ from patrickstar.optim import reference
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel, check_planes
 
-__all__ = ["FUSED", "VECTOR_NUMEL"]
-
 VECTOR_NUMEL = 16
 """Elements of the widest vector (AVX-512). torch's kernels work in whole vectors of this many, on every thread, and
 after the last one in a scalar loop that is contracted differently. Where the elements lie in memory changes no bits."""
@@ -20,26 +18,18 @@ LARGEST_STEP = 2**24
 """torch takes the step as fp32, which counts no further."""
 
 
-def update(
-    weight: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    *,
-    step: int,
-    hyper: Hyper,
-) -> None:
-    """`torch._fused_adamw_` and `torch._fused_adam_`: bit-equal to the reference at every length and address.
-
-    They are the definition where torch's code for this machine is fused, and are used nowhere else: `choose_kernel` asks. A
-    length that is a multiple of 16 needs no second part; tensors in chunks are padded to that.
-    """
-    update_all([(weight, grad, exp_avg, exp_avg_sq)], step=step, hyper=hyper)
+def update(*planes: torch.Tensor, step: int, hyper: Hyper) -> None:
+    """Updates one tensor."""
+    update_all([planes], step=step, hyper=hyper)
 
 
 @torch.no_grad()
 def update_all(tensors: Sequence[tuple[torch.Tensor, ...]], *, step: int, hyper: Hyper) -> None:
-    """Updates many tensors, each as (weight, gradient, exp_avg, exp_avg_sq), in one call of torch's."""
+    """One call of `torch._fused_adamw_` or `torch._fused_adam_`: bit-equal to the reference at every length and address.
+
+    They are the definition where torch's code for this machine is fused, and are used nowhere else: `choose_kernel` asks. A
+    length that is a multiple of 16 needs no second part; tensors in chunks are padded to that.
+    """
     bodies, rests = list[tuple[torch.Tensor, ...]](), list[tuple[torch.Tensor, ...]]()
     for planes in tensors:
         check_planes(*planes, step=step)

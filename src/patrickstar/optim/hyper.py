@@ -12,8 +12,6 @@ import torch
 
 from patrickstar.errors import ConfigError
 
-__all__ = ["UNSUPPORTED", "Coefficients", "Hyper", "refuse_unsupported"]
-
 UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
 """Flags of torch's Adam that change the update; `foreach` and `fused` only choose one of torch's implementations."""
 

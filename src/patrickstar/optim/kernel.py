@@ -21,46 +21,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-
-from patrickstar.optim.hyper import Hyper
-
-__all__ = ["Kernel", "Update", "check_planes"]
-
-
-class Update(Protocol):
-    """One update in place, of fp32 planes."""
-
-    def __call__(
-        self,
-        weight: torch.Tensor,
-        grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        *,
-        step: int,
-        hyper: Hyper,
-    ) -> None:
-        """Updates weight, exp_avg and exp_avg_sq in place; the gradient stays as it is.
-
-        Args:
-            weight, grad, exp_avg, exp_avg_sq: flat, contiguous, fp32, on one device, of equal length, at any address.
-            step: the number of this update for these elements, counting from 1.
-        """
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """A way to update. Kernels differ in speed, never in a bit.
 
-    `scratch_bytes`: the most bytes that an update of so many elements takes of a device beside the planes. `update_all`: updates many tensors,
-    each as (weight, gradient, exp_avg, exp_avg_sq), in one call, where that can be done.
+    Attributes:
+        update: called as `update(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper)`; changes all but the gradient in place. The planes are
+            flat, contiguous, fp32, on one device, of equal length, at any address; `step` is the number of this update for them, counting from 1.
+        scratch_bytes: the most bytes that an update of so many elements takes of a device beside the planes.
+        update_all: updates many tensors, each as these four planes, in one call, where that can be done.
     """
 
     name: str
-    update: Update
+    update: Callable[..., None]
     scratch_bytes: Callable[[int], int] = lambda _: 0
     update_all: Callable[..., None] | None = None
 

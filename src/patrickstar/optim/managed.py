@@ -12,8 +12,6 @@ from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.state import restore_groups, unpack
 from patrickstar.optim.user_optimizer import check_parameters, read_groups
 
-__all__ = ["ManagedOptimizer", "StepTarget"]
-
 GRAD_SCALER_ARGUMENTS = frozenset({"grad_scaler", "grad_scale", "found_inf"})
 
 

@@ -21,16 +21,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = [
-    "BLOCK_NUMEL",
-    "Scratch",
-    "blocks",
-    "join",
-    "rest_type",
-    "scaled_blocks",
-    "split",
-]
-
 BLOCK_NUMEL = 1 << 16
 """Elements that are widened at once: scratch that stays in a core's cache."""
 

@@ -12,8 +12,6 @@ from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.optim.masters import scaled_blocks
 from patrickstar.optim.scratch import tree_numel
 
-__all__ = ["BLOCK_NUMEL", "GlobalNorm", "Norm", "clip_factor", "norm_of", "sum_left_to_right"]
-
 BLOCK_NUMEL = 65_536
 """Elements whose squares are summed by one tree, counted from the start of each tensor."""
 

@@ -24,8 +24,6 @@ from patrickstar.optim.masters import Scratch
 from patrickstar.optim.norm import GlobalNorm, Norm
 from patrickstar.optim.scratch import PassBytes, block_numel
 
-__all__ = ["Passes", "TorchPasses", "update_all"]
-
 
 class Passes(Protocol):
     """Passes over planes that lie on one device. None waits for it. All tensors are flat and contiguous, of any length, at any address."""
@@ -148,11 +146,8 @@ class TorchPasses:
             least, most = torch.aminmax(piece)  # both show in the extremes
             is_finite.mul_(torch.isfinite(least) & torch.isfinite(most))
 
-    def split(self, master: Tensor, weight: Tensor, rest: Tensor) -> None:
-        masters.split(master, weight, rest)
-
-    def join(self, weight: Tensor, rest: Tensor, master: Tensor) -> None:
-        masters.join(weight, rest, master)
+    split = staticmethod(masters.split)
+    join = staticmethod(masters.join)
 
     def norm(self, device: torch.device | None, *, largest: int | None = None) -> Norm:
         return GlobalNorm(device, largest=largest)

@@ -9,53 +9,34 @@ from patrickstar.optim.hyper import Coefficients, Hyper
 from patrickstar.optim.kernel import Kernel, check_planes
 from patrickstar.optim.scratch import block_numel
 
-__all__ = ["BLOCK_NUMEL", "REFERENCE", "update"]
-
 BLOCK_NUMEL = 8_192
 """Elements updated at once, so that temporaries are few. Blocks this small also stay on the calling thread: torch splits an operation over its OpenMP
 team from 32,768 elements on."""
 
 
 @torch.no_grad()
-def update(
-    weight: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    *,
-    step: int,
-    hyper: Hyper,
-) -> None:
+def update(*planes: torch.Tensor, step: int, hyper: Hyper) -> None:
     """The formulas of `kernel.py`, line by line.
 
     torch's `lerp_`, `addcmul_` and `add(alpha=)` add a product without rounding it where its code is fused, also in the last elements of a tensor.
     Nowhere else is anything updated: `choose_kernels` asks.
     """
-    check_planes(weight, grad, exp_avg, exp_avg_sq, step=step)
+    check_planes(*planes, step=step)
     scalars = Coefficients.at(hyper, step)
-    numel = BLOCK_NUMEL if weight.is_cpu else block_numel(weight.numel(), most=BLOCK_NUMEL)
-    for start in range(0, weight.numel(), numel):
-        block = slice(start, start + numel)
-        _update_block(weight[block], grad[block], exp_avg[block], exp_avg_sq[block], scalars)
-
-
-def _update_block(
-    weight: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    scalars: Coefficients,
-) -> None:
-    if scalars.shrink is not None:
-        weight.mul_(scalars.shrink)
-    if scalars.l2 is not None:
-        grad = grad.add(weight, alpha=scalars.l2)
-    exp_avg.lerp_(grad, scalars.blend)  # from the nearer end: Note [Lerp] in `kernel.py`
-    exp_avg_sq.mul_(scalars.keep_sq).addcmul_(grad, grad, value=scalars.add_sq)
-    # torch.sqrt of fp32 is MKL's and not correctly rounded; the root in double, rounded to fp32, is.
-    denominator = exp_avg_sq.double().sqrt_().float().div_(scalars.root).add_(scalars.eps)
-    # Not addcdiv_: what it fuses is left to the compiler in torch's baseline code. Nothing is fused in this line.
-    weight.add_((exp_avg * scalars.move).div_(denominator))
+    whole = planes[0].numel()
+    numel = BLOCK_NUMEL if planes[0].is_cpu else block_numel(whole, most=BLOCK_NUMEL)
+    for start in range(0, whole, numel):
+        weight, grad, exp_avg, exp_avg_sq = (plane[start : start + numel] for plane in planes)
+        if scalars.shrink is not None:
+            weight.mul_(scalars.shrink)
+        if scalars.l2 is not None:
+            grad = grad.add(weight, alpha=scalars.l2)
+        exp_avg.lerp_(grad, scalars.blend)  # from the nearer end: Note [Lerp] in `kernel.py`
+        exp_avg_sq.mul_(scalars.keep_sq).addcmul_(grad, grad, value=scalars.add_sq)
+        # torch.sqrt of fp32 is MKL's and not correctly rounded; the root in double, rounded to fp32, is.
+        denominator = exp_avg_sq.double().sqrt_().float().div_(scalars.root).add_(scalars.eps)
+        # Not addcdiv_: what it fuses is left to the compiler in torch's baseline code. Nothing is fused in this line.
+        weight.add_((exp_avg * scalars.move).div_(denominator))
 
 
 def _scratch_bytes(numel: int) -> int:

@@ -6,8 +6,6 @@ from typing import Any
 
 from patrickstar.config.loss_scale import LossScale
 
-__all__ = ["ScaleRule"]
-
 
 class ScaleRule:
     """A loss scale that follows overflows.
@@ -36,10 +34,7 @@ class ScaleRule:
     def update(self, *, overflowed: bool) -> None:
         """Ends a step with gradients that had overflowed or had not."""
         options = self.options
-        if overflowed:
-            self.good_steps = 0
-        else:
-            self.good_steps += 1
+        self.good_steps = 0 if overflowed else self.good_steps + 1
         if not options.dynamic:
             return
         if overflowed:

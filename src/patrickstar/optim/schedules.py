@@ -17,8 +17,6 @@ from typing import Any, Final
 from patrickstar.config.settings import SCHEDULES, Schedule
 from patrickstar.errors import ConfigError
 
-__all__ = ["Rates", "defaults_of", "rates_of"]
-
 Parameters = Mapping[str, Any]
 Betas = tuple[float, float]
 

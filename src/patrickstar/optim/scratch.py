@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from patrickstar.core.cuda_blocks import cuda_block_bytes
 
-__all__ = ["NONE", "PassBytes", "block_numel", "tree_numel", "triton_bytes"]
-
 _LEAST_NUMEL = 1 << 10
 
 

@@ -19,8 +19,6 @@ import torch
 from patrickstar.errors import CheckpointError
 from patrickstar.optim.hyper import Hyper
 
-__all__ = ["State", "pack", "restore_groups", "unpack"]
-
 Group = dict[str, Any]
 
 
@@ -68,13 +66,12 @@ def pack(groups: Sequence[Group], names: Mapping[int, str], states: Mapping[str,
         groups: the optimizer's `param_groups`; names: `id(parameter)` -> name; states: name -> what is remembered,
             without the names that were never updated. Each is asked for once, in group order.
     """
-    state, packed = {}, []
-    numbered = _numbered(groups)
-    for number, parameter in numbered:
-        name = names[id(parameter)]
-        if name in states:
-            state[number] = states[name].to_torch()
-    number_of = {id(parameter): number for number, parameter in numbered}
+    # A number is a place among all groups' parameters: the first, of one that is there several times.
+    number_of: dict[int, int] = {}
+    for number, parameter in enumerate(parameter for group in groups for parameter in group["params"]):
+        number_of.setdefault(id(parameter), number)
+    state = {number: states[names[key]].to_torch() for key, number in number_of.items() if names[key] in states}
+    packed = []
     for group in groups:
         fields = {key: value for key, value in group.items() if key != "params"}
         packed.append({**fields, "params": [number_of[id(parameter)] for parameter in group["params"]]})
@@ -115,11 +112,3 @@ def restore_groups(groups: Sequence[Group], state_dict: Mapping[str, Any], *, ke
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         fields = {key: value for key, value in saved.items() if key != "params" and key not in keep}
         group.update(copy.deepcopy(fields))
-
-
-def _numbered(groups: Sequence[Group]) -> list[tuple[int, torch.Tensor]]:
-    """(torch's number, parameter), each parameter once. A number is a place among all groups' parameters."""
-    first: dict[int, tuple[int, torch.Tensor]] = {}
-    for number, parameter in enumerate(parameter for group in groups for parameter in group["params"]):
-        first.setdefault(id(parameter), (number, parameter))
-    return list(first.values())

@@ -27,8 +27,6 @@ from types import MappingProxyType
 import triton
 import triton.language as tl
 
-__all__ = ["BLOCK_NUMEL", "LAUNCH_NUMEL", "OPTIONS", "SUBTREE_LEVELS", "TREE_OPTIONS"]
-
 BLOCK_NUMEL = 1_024
 """Elements of one program: 8 a thread, with 4 warps, so that 16 bits an element make loads of 16 bytes."""
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from patrickstar.optim import triton_kernels as kernels
 from patrickstar.optim.masters import blocks
 
-__all__ = ["WIDENED", "current", "factor_arguments", "launch"]
-
 WIDENED = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Types that kernels widen to fp32 as they read them."""
 

@@ -12,8 +12,6 @@ from patrickstar.optim.masters import blocks
 from patrickstar.optim.norm import BLOCK_NUMEL, Norm
 from patrickstar.optim.triton_launch import WIDENED, current, factor_arguments, launch
 
-__all__ = ["TritonNorm"]
-
 _SUBTREE_NUMEL = 16 << kernels.SUBTREE_LEVELS
 _TREE_LEVELS = 12 - kernels.SUBTREE_LEVELS  # a block is 2**12 rows of 16
 _SPAN_NUMEL = 1 << 24  # summed by one launch: 1 MiB of scratch
@@ -29,9 +27,8 @@ class TritonNorm(Norm):
     def __init__(self, device: torch.device, *, largest: int | None = None) -> None:
         super().__init__(device)
         # Of smaller tensors one launch sums no more than there is.
-        self._span = (
-            _SPAN_NUMEL if largest is None else min(_SPAN_NUMEL, max(1, -(-largest // BLOCK_NUMEL)) * BLOCK_NUMEL)
-        )
+        most = _SPAN_NUMEL if largest is None else max(1, -(-largest // BLOCK_NUMEL)) * BLOCK_NUMEL
+        self._span = min(_SPAN_NUMEL, most)
         self._collected = torch.empty(BLOCK_NUMEL, device=device)
         self._subtrees = torch.empty(self._span // _SUBTREE_NUMEL * 16, dtype=torch.float64, device=device)
         self._rows = torch.empty(self._span // BLOCK_NUMEL * 16, dtype=torch.float64, device=device)

@@ -15,8 +15,6 @@ from patrickstar.optim.scratch import PassBytes, triton_bytes
 from patrickstar.optim.triton_launch import WIDENED, factor_arguments, launch
 from patrickstar.optim.triton_norm import TritonNorm
 
-__all__ = ["TritonPasses"]
-
 
 class TritonPasses:
     """Passes by the kernels of `triton_kernels.py`. Each queues its work on the current stream and waits for nothing."""

@@ -13,8 +13,6 @@ from patrickstar.optim.adamw import Adam, AdamW
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.state import State
 
-__all__ = ["ACCEPTED", "begin_anew", "check_optimizer", "check_parameters", "read_groups", "read_state", "return_state"]
-
 ACCEPTED: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.AdamW, torch.optim.Adam, AdamW, Adam)
 """Exactly these: a subclass may do anything in its step."""
 

@@ -105,11 +105,6 @@ class Wait:
         """The wait for the transfer that makes a unit valid on a tier."""
         return cls(Work.copy(ref, tier))
 
-    @classmethod
-    def update(cls, chunk: int, tier: Tier) -> Wait:
-        """The wait for the update of a chunk."""
-        return cls(Work.update(chunk, tier))
-
     @property
     def of(self) -> PlaneRef:
         """The unit, or what an update is of."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import product
 from types import MappingProxyType
 from typing import Final
 
@@ -149,7 +150,7 @@ class Ranking:
     A unit's worth is asked for only when it is used, which is enough: until its next use it does not change.
     """
 
-    def __init__(self, state: Residency, *, worth: Worth, now: int = -1) -> None:
+    def __init__(self, state: Residency, *, worth: Worth) -> None:
         self._state = state
         self._worth_now = worth
 
@@ -157,7 +158,7 @@ class Ranking:
         self._keys: dict[Tier, dict[PlaneRef, _Key]] = {tier: {} for tier in state.taken}
         self._sorted: dict[Tier, list[_Key]] = {tier: [] for tier in state.taken}
         for ref in {ref for refs in state.taken.values() for ref in refs}:
-            self.used(now, ref)
+            self.used(-1, ref)
 
     def __call__(self, tier: Tier, candidates: Iterable[PlaneRef]) -> Iterator[PlaneRef]:  # noqa: ARG002 - it has its own
         return (ref for _, _, _, ref in self._sorted[tier])
@@ -172,12 +173,8 @@ class Ranking:
 
     def moved(self, *refs: PlaneRef) -> None:
         """Notes that copies of units have come or gone, or are no longer what they were."""
-        for ref in refs:
-            self._rank(ref)
-
-    def _rank(self, ref: PlaneRef) -> None:
         state = self._state
-        for tier, taken in state.taken.items():
+        for ref, (tier, taken) in product(refs, state.taken.items()):
             keys = self._keys[tier]
             old, new = keys.get(ref), None
             if ref in taken and state.home[ref] is not tier and ref not in state.stale[tier]:

@@ -106,19 +106,10 @@ def with_kept_bytes(trace: Trace, *, kept_bytes: int, budget_bytes: int, start: 
 
 def expect_room(need: Need, machine: Machine) -> None:
     """Raises BudgetError where the compute tier has less than `need`, which is the largest there is."""
-    budget_bytes = machine.budget[machine.compute]
-    if need.nbytes > budget_bytes:
+    compute = machine.compute
+    if need.nbytes > machine.budget[compute]:
         fixed_bytes = machine.costs.beside(need.nbytes)
-        raise refuse_moment(
-            tier=machine.compute,
-            moment=need.moment,
-            slot_bytes=need.slot_bytes,
-            slots=need.slots,
-            nonmodel_bytes=need.nonmodel_bytes,
-            fixed_bytes=fixed_bytes,
-            budget_bytes=machine.given(machine.compute),
-            smallest_bytes=need.nbytes + fixed_bytes,
-        )
+        raise refuse_moment(need, tier=compute, budget_bytes=machine.given(compute), fixed_bytes=fixed_bytes)
 
 
 def pinned_at(moment: Moment) -> list[PlaneRef]:
@@ -158,70 +149,39 @@ def slots_needed(
                 at_rest -= slots[ref]
 
 
-def refuse_moment(
-    *,
-    tier: Tier,
-    moment: str,
-    slot_bytes: int,
-    slots: int,
-    nonmodel_bytes: int,
-    budget_bytes: int,
-    smallest_bytes: int,
-    fixed_bytes: int = 0,
-) -> BudgetError:
-    """An error for a moment that needs more of the compute tier than its budget.
-
-    Args:
-        moment: as `Trace.name` prints it, `"118 backward layers.7.mlp.w1"`.
-        slots: what the moment must hold at once; smallest_bytes: the smallest budget for the whole trace.
-        fixed_bytes: what a budget for that much holds beside chunks and activations.
-    """
-    chunks = slots * slot_bytes
-    parts = [chunks, nonmodel_bytes, fixed_bytes]
+def refuse_moment(need: Need, *, tier: Tier, budget_bytes: int, fixed_bytes: int = 0) -> BudgetError:
+    """An error for a moment that needs more of a tier than its budget. `fixed_bytes`: what a budget for that much holds beside it."""
+    chunks = need.slots * need.slot_bytes
+    parts = [chunks, need.nonmodel_bytes, fixed_bytes]
     needed = sum(parts)
     size = _Sizes(needed)
     total, in_chunks, in_tensors, in_fixed = size.sum_of(parts)
-    fits = [_budget(tier.label, smallest_bytes)]
+    fits = [_budget(tier.label, needed)]
     if chunks + fixed_bytes < budget_bytes:
         fits.append(
             f"activations of at most {size.down(budget_bytes - chunks - fixed_bytes)} there: a smaller batch, or activation checkpointing"
         )
     return BudgetError(
-        f"{tier.label} memory is {size.short(needed, budget_bytes)} short at op {moment}\n"
-        f"  needed {total} = chunk slots {in_chunks} ({slots} of {format_budget(slot_bytes)}) + activations {in_tensors}"
+        f"{tier.label} memory is {size.short(needed, budget_bytes)} short at op {need.moment}\n"
+        f"  needed {total} = chunk slots {in_chunks} ({need.slots} of {format_budget(need.slot_bytes)}) + activations {in_tensors}"
         f"{_fixed(in_fixed, fixed_bytes)};  budget {size.down(budget_bytes)}{_FITS}{_OR.join(fits)}",
         tier=tier.label,
-        moment=moment,
+        moment=need.moment,
         needed_bytes=needed,
         available_bytes=budget_bytes,
-        smallest_bytes=smallest_bytes,
+        smallest_bytes=needed,
         fixed_bytes=fixed_bytes,
     )
 
 
 def refuse_host(needed_slots: int, moment: str, *, state: Residency, host_bytes: int) -> BudgetError:
     """An error for a moment that needs so many slots at once of the host below a device, beside homes."""
-    needed = needed_slots + state.slots_resting[Tier.HOST]
-    return refuse_moment(
-        tier=Tier.HOST,
-        moment=moment,
-        slot_bytes=state.slot_bytes,
-        slots=needed,
-        nonmodel_bytes=0,
-        budget_bytes=host_bytes,
-        smallest_bytes=needed * state.slot_bytes,
-    )
+    need = Need(moment, needed_slots + state.slots_resting[Tier.HOST], state.slot_bytes, 0)
+    return refuse_moment(need, tier=Tier.HOST, budget_bytes=host_bytes)
 
 
 def refuse_homes(
-    *,
-    tier: Tier,
-    parts: dict[str, int],
-    budget_bytes: int,
-    smallest_bytes: int,
-    instead: str = "",
-    why: str = "",
-    fixed_bytes: int = 0,
+    *, tier: Tier, parts: dict[str, int], budget_bytes: int, instead: str = "", why: str = "", fixed_bytes: int = 0
 ) -> BudgetError:
     """An error for what rests on a tier and takes more than the tier's budget.
 
@@ -230,17 +190,18 @@ def refuse_homes(
         fixed_bytes: what a budget for that much holds beside it.
     """
     sizes = [*parts.values(), fixed_bytes]
-    size = _Sizes(sum(sizes))
+    needed = sum(sizes)
+    size = _Sizes(needed)
     total, *terms, in_fixed = size.sum_of(sizes)
-    fits = [_budget(tier.label, smallest_bytes), *filter(None, [instead])]
+    fits = [_budget(tier.label, needed), *filter(None, [instead])]
     return BudgetError(
-        f"{tier.label} memory is {size.short(sum(sizes), budget_bytes)} short for the model states kept there{f': {why}' if why else ''}\n"
+        f"{tier.label} memory is {size.short(needed, budget_bytes)} short for the model states kept there{f': {why}' if why else ''}\n"
         f"  needed {total} = {' + '.join(f'{name} {term}' for name, term in zip(parts, terms, strict=True))}"
         f"{_fixed(in_fixed, fixed_bytes)};  budget {size.down(budget_bytes)}{_FITS}{_OR.join(fits)}",
         tier=tier.label,
-        needed_bytes=sum(sizes),
+        needed_bytes=needed,
         available_bytes=budget_bytes,
-        smallest_bytes=smallest_bytes,
+        smallest_bytes=needed,
         fixed_bytes=fixed_bytes,
     )
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-__all__ = ["FreeSlots"]
-
 _BLOCK: Final = 48  # moments: near the root of the few thousand that traces have
 
 

@@ -11,8 +11,6 @@ from patrickstar.plan.actions import Action
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.staging import NoRoom, Order, Staging
 
-__all__ = ["capacity_of", "make_room"]
-
 
 def make_room(
     state: Residency,
@@ -62,10 +60,7 @@ def capacity_of(state: Residency, compute_slots: int, *, host_bytes: int) -> dic
     """Slots that copies may take, by tier: so many of the one that computes, and what homes leave of the host below a device."""
     if state.compute is Tier.HOST:
         return {Tier.HOST: compute_slots}
-    return {
-        state.compute: compute_slots,
-        Tier.HOST: host_bytes // state.slot_bytes - state.slots_resting[Tier.HOST],
-    }
+    return {state.compute: compute_slots, Tier.HOST: host_bytes // state.slot_bytes - state.slots_resting[Tier.HOST]}
 
 
 def _landing(state: Residency, touches: Iterable[Touch]) -> dict[PlaneRef, Tier]:

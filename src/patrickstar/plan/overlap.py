@@ -38,8 +38,6 @@ from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency, apply
 from patrickstar.plan.snapshot import Snapshot
 
-__all__ = ["overlap"]
-
 
 def overlap(plan: Plan, trace: Trace, *, moments_ahead: int | None, goes_down: Collection[PlaneRef] = ()) -> Plan:
     """The plan with its transfers at most so many moments earlier; None: as early as they can be.
@@ -85,9 +83,8 @@ class _Overlap:
         self._kept: list[list[Action]] = []
         self._free = FreeSlots(self._free_slots())
         self._pins = self._all_pins()
-        self._dropped: dict[int, dict[PlaneRef, int]] = defaultdict(
-            dict
-        )  # what leaves at a moment, and when it has left
+        # What leaves at a moment, and when it has left.
+        self._dropped: dict[int, dict[PlaneRef, int]] = defaultdict(dict)
         self._written: dict[PlaneRef, int] = {}
         self._since: dict[PlaneRef, int] = {}  # the moment from which a unit's contents are below, and it is not here
         self._landed: dict[PlaneRef, int] = {}  # the moment before which a unit's last transfer has been waited for
@@ -151,20 +148,18 @@ class _Overlap:
         leaving = [found for ref, own in by_unit.items() if (found := self._leaving(ref, own, index))]
         for one in leaving:
             self._free.add(self._slots[one.ref], one.earliest, index)  # if they are needed
-        arriving = {ref: self._arrive(ref, index) for ref, own in by_unit.items() if self._arrives(own)}
-        early = {ref: at for ref, at in arriving.items() if at < index}
+        early = {ref: at for ref, own in by_unit.items() if (at := self._arrive(ref, own, index)) < index}
         gone = self._drop_early(leaving, min(early.values(), default=index), index)
         for ref, at in self._dropped[index].items():
             gone[ref] = list(by_unit[ref])
             self._since[ref] = at
+        for ref, at in early.items():
+            self._moved[at].copies += filter(is_copy, by_unit[ref])
         for ref, own in by_unit.items():
             at = self._goes_down(ref, own, index)
             if at < index:
                 early[ref] = at
-                self._moved[at].write_backs += list(filter(is_copy, own))
-        for ref, at in early.items():
-            if self._arrives(by_unit[ref]):
-                self._moved[at].copies += list(filter(is_copy, by_unit[ref]))
+                self._moved[at].write_backs += filter(is_copy, own)
         self._note_places(actions, gone, index)
         return [
             action
@@ -222,16 +217,14 @@ class _Overlap:
             first, at = first + 1, bisect_right(pins, first)
         return first
 
-    def _arrives(self, own: Sequence[Action]) -> bool:
-        """Tells whether a unit's actions at a moment are its way from the tier below to the one that computes, and no more."""
+    def _arrive(self, ref: PlaneRef, own: Sequence[Action], index: int) -> int:
+        """The first moment from which on the slots of a unit that comes from the tier below, and does no more, are free until this one, which they
+        are no longer then; the same moment where it does not come."""
         match own:
             case [Issue(Work(_, _, self._compute), self._below), Wait(Work(_, _, self._compute))]:
-                return True
-        return False
-
-    def _arrive(self, ref: PlaneRef, index: int) -> int:
-        """The first moment from which on the unit's slots are free until this one, which they are no longer then."""
-        at = index
+                at = index
+            case _:
+                return index
         if ref not in self._plan.start.in_flight:
             first = max(index - self._ahead, self._last_issue, self._since.get(ref, 0))
             at = self._free.enough_from(self._slots[ref], min(first, index), index)

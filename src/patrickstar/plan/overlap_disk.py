@@ -29,8 +29,6 @@ from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.works import units_of
 
-__all__ = ["overlap_disk"]
-
 
 def overlap_disk(plan: Plan, trace: Trace, *, moments_ahead: int | None) -> Plan:
     """The plan with its transfers between host and disk at most so many moments earlier; None: as early as they can be."""
@@ -81,8 +79,7 @@ class _OverlapDisk:
             )
             self._touched.update((ref, index) for ref in (*self._units(actions), *uses))
             self._touched.update((ref, index) for ref in freed_after.get(index, ()))
-        nothing = _MovedHere()
-        moved = [self._moved.get(index, nothing) for index in range(len(kept))]
+        moved = (self._moved[index] for index in range(len(kept)))
         moments = ((*one.before, *stays, *one.after) for one, stays in zip(moved, kept, strict=True))
         return replace(self._plan, moments=tuple(moments))
 

@@ -23,8 +23,6 @@ from patrickstar.plan.staging import NoRoom, Order
 from patrickstar.plan.stretch import Stretch, StretchKind
 from patrickstar.units import format_bytes
 
-__all__ = ["Pilot"]
-
 
 @dataclass(eq=False)
 class Pilot:
@@ -118,26 +116,16 @@ class Pilot:
         return tuple(touch._replace(tier=Tier.HOST) if touch.ref in below else touch for touch in found)
 
     def decided(
-        self,
-        phase: Phase,
-        label: str,
-        touches: Sequence[Touch],
-        held: Collection[PlaneRef],
-        update: Work | None = None,
+        self, phase: Phase, label: str, touches: Sequence[Touch], held: Collection[PlaneRef], update: Work | None = None
     ) -> Sequence[Action]:
         """Actions for such a moment that are decided on the spot, whatever the plan says. BudgetError: what it needs at once does not fit."""
-        room = self._room_for(phase, label, touches, held)
-        return room if update is None else [*room, Issue(update), Wait(update)]
-
-    def _room_for(
-        self, phase: Phase, label: str, touches: Sequence[Touch], held: Collection[PlaneRef]
-    ) -> Sequence[Action]:
         stretch = self.stretch
+        then: list[Action] = [] if update is None else [Issue(update), Wait(update)]
         budget, slot_bytes = self.budget_bytes(), self.state.slot_bytes
         withheld = stretch.reserve_bytes + self._handicap_bytes + self.spare_bytes
         self.capacity_slots = (budget - withheld) // slot_bytes
         try:
-            return self._make_room(touches, held, self.capacity_slots)
+            return [*self._make_room(touches, held, self.capacity_slots), *then]
         except NoRoom as refusal:
             if refusal.tier is not self.state.compute:
                 moment = f"{stretch.position} {phase} {label}"
@@ -164,7 +152,7 @@ class Pilot:
                 fixed_bytes=fixed_bytes,
             )
         self.capacity_slots = needed_slots
-        return self._make_room(touches, held, needed_slots)
+        return [*self._make_room(touches, held, needed_slots), *then]
 
     def _make_room(self, touches: Sequence[Touch], held: Collection[PlaneRef], capacity_slots: int) -> Sequence[Action]:
         state = self.state

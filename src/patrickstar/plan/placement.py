@@ -26,12 +26,7 @@ _DISK_BELOW: Final = "a disk below it: disk=DIRECTORY"
 
 
 def place(
-    layout: Layout,
-    machine: Machine,
-    *,
-    planes: Iterable[str],
-    formats: Formats,
-    nonmodel_bytes: int = 0,
+    layout: Layout, machine: Machine, *, planes: Iterable[str], formats: Formats, nonmodel_bytes: int = 0
 ) -> dict[PlaneRef, Tier]:
     """The home of every unit of `planes`.
 
@@ -96,13 +91,7 @@ def _all_below(machine: Machine, sizes: Mapping[PlaneRef, int]) -> dict[PlaneRef
 
 
 def place_gradients(
-    machine: Machine,
-    kept: Collection[PlaneRef],
-    *,
-    state: Residency,
-    layout: Layout,
-    formats: Formats,
-    why: str,
+    machine: Machine, kept: Collection[PlaneRef], *, state: Residency, layout: Layout, formats: Formats, why: str
 ) -> tuple[dict[PlaneRef, Tier], dict[PlaneRef, int]]:
     """Homes and sizes of gradients that must wait for their update, of those that have none yet: beside the rest of the model data.
 
@@ -188,9 +177,7 @@ def refuse_unless_homes_fit(
     for tier, nbytes in bytes_below(home=home, slots=slots, slot_bytes=slot_bytes, compute=machine.compute).items():
         budget_bytes = machine.budget.get(tier, 0)
         if nbytes > budget_bytes:
-            raise refuse_homes(
-                tier=tier, parts={"model states": nbytes}, budget_bytes=budget_bytes, smallest_bytes=nbytes
-            )
+            raise refuse_homes(tier=tier, parts={"model states": nbytes}, budget_bytes=budget_bytes)
 
 
 def place_more(
@@ -229,14 +216,12 @@ def place_more(
 
 def _refuse_homes_there(machine: Machine, parts: dict[str, int], *, why: str = "") -> BudgetError:
     """An error for what is to rest on the compute tier and takes more than there is."""
-    compute, needed = machine.compute, sum(parts.values())
-    fixed_bytes = machine.costs.beside(needed)
+    compute = machine.compute
     return refuse_homes(
         tier=compute,
         parts=parts,
-        fixed_bytes=fixed_bytes,
+        fixed_bytes=machine.costs.beside(sum(parts.values())),
         budget_bytes=machine.given(compute),
-        smallest_bytes=needed + fixed_bytes,
         instead=_DISK_BELOW if compute is Tier.HOST else "",
         why=why,
     )
@@ -259,7 +244,6 @@ def _spill(
             tier=Tier.HOST,
             parts={"model states": held, "gradients": sum(sizes.values())} if held else {"model states": rest},
             budget_bytes=host_bytes,
-            smallest_bytes=rest,
             instead=_DISK_BELOW,
             why=why,
         )
@@ -270,17 +254,10 @@ def _spill(
         spilled.add(ref)
         if rest + staging <= host_bytes:
             return spilled
-    parts = {"model states": held} if held else {}
-    raise refuse_homes(
-        tier=Tier.HOST,
-        parts={**parts, "staging of one unit": staging},
-        budget_bytes=host_bytes,
-        smallest_bytes=held + staging,
-        why=why,
-    )
+    parts = {**({"model states": held} if held else {}), "staging of one unit": staging}
+    raise refuse_homes(tier=Tier.HOST, parts=parts, budget_bytes=host_bytes, why=why)
 
 
 def _refuse_full_disk(parts: dict[str, int], disk_bytes: int, *, why: str = "") -> None:
-    needed = sum(parts.values())
-    if needed > disk_bytes:
-        raise refuse_homes(tier=Tier.DISK, parts=parts, budget_bytes=disk_bytes, smallest_bytes=needed, why=why)
+    if sum(parts.values()) > disk_bytes:
+        raise refuse_homes(tier=Tier.DISK, parts=parts, budget_bytes=disk_bytes, why=why)

@@ -64,7 +64,7 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"plan of {len(self.moments)} moments by {self.policy}"]
         lines += [f"layout {self.layout}", f"machine {self.machine}", f"start {self.start}"]
-        lines += [f"{index}: {_line(actions)}" for index, actions in enumerate(self.moments) if actions]
+        lines += [f"{index}: {', '.join(map(str, actions))}" for index, actions in enumerate(self.moments) if actions]
         lines += [f"frees {index}: {', '.join(map(str, refs))}" for index, refs in sorted(self.freed_after().items())]
         return "\n".join([*lines, f"end {self.end}"])
 
@@ -119,7 +119,3 @@ def frees_by_moment(frees: Iterable[tuple[int, PlaneRef]]) -> dict[int, list[Pla
     for index, ref in frees:
         freed[index].append(ref)
     return dict(freed)
-
-
-def _line(actions: tuple[Action, ...]) -> str:
-    return ", ".join(map(str, actions))

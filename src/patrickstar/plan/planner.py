@@ -29,11 +29,9 @@ from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency, slots_of
 from patrickstar.plan.stretch import Ask, Draft, StretchKind
 from patrickstar.plan.touches import gradients_freed, norm_trace, on_tiers, step_trace
-from patrickstar.plan.update_choice import UpdateChoice, UpdatePlaces, choose_places, choose_tiers
+from patrickstar.plan.update_choice import UpdateChoice, choose_places, choose_tiers
 from patrickstar.plan.weave import own_moments, weave
 from patrickstar.plan.whole_chunks import update_whole_chunks
-
-__all__ = ["PASSES", "PlanBudgets", "Planner"]
 
 _KEPT: Final = 192
 _Answer = TypeVar("_Answer")
@@ -174,8 +172,8 @@ class Planner:
         self._used_below = frozenset(PlaneRef(chunk, GRAD) for chunk in tiers)
         return tiers
 
-    def places(self, updates: Trace, start: Residency, *, ask: Ask) -> UpdatePlaces:
-        """The tiers where updates in a backward are best done, and their gradients rest."""
+    def places(self, updates: Trace, start: Residency, *, ask: Ask) -> tuple[Residency, Mapping[int, Tier]]:
+        """The state with the tiers where gradients of updates in a backward best rest, and those where the updates are best done."""
         machine = self.budgets.machine_for(0, taken_bytes=ask.taken_bytes)
         return choose_places(updates, start, machine=machine, peak_bytes=ask.level_bytes, choice=self.choice)
 

@@ -8,8 +8,6 @@ from typing import Protocol
 from patrickstar.core.planes import EXP_AVG, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 
-__all__ = ["Meter", "TraceRecorder"]
-
 
 class Meter(Protocol):
     """A count of non-model bytes: those alive now, and their peak since it was last asked for."""
@@ -29,7 +27,7 @@ class TraceRecorder:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self._seen: list[tuple[Phase, str, Sequence[Touch], tuple[PlaneRef, ...]]] = []
+        self._seen: list[tuple[Phase, str, tuple[Touch, ...], tuple[PlaneRef, ...]]] = []
         self._peaks: list[int] = []
         self._live: list[int] = []
 
@@ -37,7 +35,8 @@ class TraceRecorder:
         """Writes down a moment, which begins now."""
         self._peaks.append(self._meter.restart_peak())
         self._live.append(self._meter.live)
-        self._seen.append((phase, label, touches, tuple(held)))
+        used = _only_used(touches)
+        self._seen.append((phase, label, tuple(touches), tuple(ref for ref in held if ref not in used)))
 
     def trace(self) -> Trace:
         """The trace of what has been written down; the last moment ends now."""
@@ -46,19 +45,8 @@ class TraceRecorder:
         if not peaks:
             return Trace(())
         peaks[0] = max(peaks[0], before_first)  # what comes before the first moment is part of it
-        return Trace(
-            tuple(
-                Moment(
-                    phase,
-                    label,
-                    tuple(touches),
-                    tuple(ref for ref in held if ref not in _only_used(touches)),
-                    nonmodel_bytes=peak,
-                    live_bytes=live,
-                )
-                for (phase, label, touches, held), peak, live in zip(self._seen, peaks, self._live, strict=True)
-            )
-        )
+        moments = zip(self._seen, peaks, self._live, strict=True)
+        return Trace(tuple(Moment(*seen, nonmodel_bytes=peak, live_bytes=live) for seen, peak, live in moments))
 
 
 def _only_used(touches: Sequence[Touch]) -> set[PlaneRef]:

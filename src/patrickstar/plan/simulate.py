@@ -23,14 +23,13 @@ class Simulation:
     Attributes:
         peak: by tier ("device", "host", "disk"; 0 where it is not used), the most held at once. Homes below the
             compute tier are reserved for every unit, with contents or not; copies on their way there come on top.
-        moved: by link, such as "H>D". moved_by_moment: the same of each moment, where its copies are issued.
+        moved: by link, such as "H>D".
         slots: slots of the compute tier in use during each moment; per_moment: their bytes and the moment's
             non-model bytes.
     """
 
     peak: Mapping[str, int]
     moved: Mapping[str, int]
-    moved_by_moment: tuple[Mapping[str, int], ...]
     slots: tuple[int, ...]
     per_moment: tuple[int, ...]
 
@@ -52,8 +51,6 @@ def simulate(plan: Plan, trace: Trace) -> Simulation:
     freed_after = plan.freed_after()
     slots: list[int] = []
     per_moment: list[int] = []
-    moved_by_moment: list[Mapping[str, int]] = []
-    moved = dict.fromkeys(LINKS, 0)
     for index, (moment, actions) in enumerate(zip(trace.moments, plan.moments, strict=True)):
         for action in actions:
             apply(state, action)
@@ -61,13 +58,11 @@ def simulate(plan: Plan, trace: Trace) -> Simulation:
         ledger.nonmodel(compute, moment.nonmodel_bytes)
         slots.append(state.slots_used[compute])
         per_moment.append(ledger.in_use(compute))
-        before, moved = moved, {over: ledger.moved(over) for over in LINKS}
-        moved_by_moment.append({over: moved[over] - before[over] for over in LINKS})
         mark_moment(state, moment, freed_after.get(index, ()))
     peak = {tier.label: ledger.peak(tier) for tier in Tier}
     # What is there before the first moment's evictions is the last plan's to answer for.
     peak[compute.label] = max(per_moment, default=0)
-    return Simulation(peak, moved, tuple(moved_by_moment), tuple(slots), tuple(per_moment))
+    return Simulation(peak, {over: ledger.moved(over) for over in LINKS}, tuple(slots), tuple(per_moment))
 
 
 def _enter(ledger: Ledger, state: Residency, action: Action) -> None:

@@ -25,8 +25,6 @@ from typing import Final
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 
-__all__ = ["Condition", "Snapshot"]
-
 
 class Condition(str, Enum):
     """Condition of a unit as the tier that computes sees it; the last three also of a copy on a tier between that and its home."""

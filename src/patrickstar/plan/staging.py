@@ -13,8 +13,6 @@ from patrickstar.core.planes import PlaneRef
 from patrickstar.plan.actions import Action, Drop, Issue, Wait
 from patrickstar.plan.residency import Residency
 
-__all__ = ["NoRoom", "Order", "Staging"]
-
 Order = Callable[[Tier, Iterable[PlaneRef]], Iterable[PlaneRef]]
 """Orders candidates for leaving a tier, best first. It may offer others as well: those are passed over."""
 

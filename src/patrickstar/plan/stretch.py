@@ -22,8 +22,6 @@ from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.whole_chunks import WholeChunks
 
-__all__ = ["Ask", "Draft", "Stretch", "StretchKind"]
-
 
 class StretchKind(str, Enum):
     """Kinds of stretch: the parts of a step."""

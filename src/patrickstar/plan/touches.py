@@ -24,20 +24,6 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, GradientUse, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 
-__all__ = [
-    "Touches",
-    "UseCounts",
-    "gradient_parts",
-    "gradients_freed",
-    "master_touches",
-    "norm_trace",
-    "on_tiers",
-    "step_trace",
-    "update_parts",
-    "update_touches",
-    "updated_chunks",
-]
-
 
 @dataclass(slots=True)
 class UseCounts:
@@ -151,21 +137,19 @@ def _in_order(*touches: Touch) -> tuple[Touch, ...]:
 
 
 def step_trace(
-    layout: Layout,
-    names: Iterable[str],
-    *,
-    formats: Formats,
-    in_plane: bool,
-    scratch_bytes: int = 0,
+    layout: Layout, names: Iterable[str], *, formats: Formats, in_plane: bool, scratch_bytes: int = 0
 ) -> Trace:
-    """The moments of an update of these parameters: one for each chunk that holds a piece of one.
+    """The moments of an update of these parameters: one for each chunk that holds a piece of one, by whose name it goes.
 
     Args:
         formats: which chunks are trained, and have a split master.
         in_plane: whether gradients lie in chunks. scratch_bytes: what each update takes of the tier that computes, where it is done there.
     """
-    moments = []
-    for chunk, label in updated_chunks(layout, names, formats=formats):
+    wanted, moments = set(names), list[Moment]()
+    for chunk in range(layout.n_chunks):
+        label = next((piece.name for piece in layout.tensors_in(chunk) if piece.name in wanted), None)
+        if label is None or not formats.is_trained(chunk, layout):
+            continue
         gradient = [Touch(PlaneRef(chunk, GRAD))] if in_plane else []
         touches = update_touches(chunk, layout, formats, *gradient)
         moments.append(Moment(Phase.STEP, label, touches, nonmodel_bytes=scratch_bytes, updates=chunk))
@@ -183,20 +167,9 @@ def on_tiers(updates: Trace, tiers: Mapping[int, Tier]) -> Trace:
 
 def on_tier(update: Moment, tier: Tier | None) -> Moment:
     """The moment of an update on a tier; None: on the one that computes."""
-    return (
-        update
-        if tier is None
-        else replace(update, touches=tuple(touch._replace(tier=tier) for touch in update.touches))
-    )
-
-
-def updated_chunks(layout: Layout, names: Iterable[str], *, formats: Formats) -> Iterator[tuple[int, str]]:
-    """The chunks that an update of these parameters is about, in order, each with the first of these parameters in it."""
-    wanted = set(names)
-    for chunk in range(layout.n_chunks):
-        label = next((piece.name for piece in layout.tensors_in(chunk) if piece.name in wanted), None)
-        if label is not None and formats.is_trained(chunk, layout):
-            yield chunk, label
+    if tier is None:
+        return update
+    return replace(update, touches=tuple(touch._replace(tier=tier) for touch in update.touches))
 
 
 def norm_trace(layout: Layout, names: Iterable[str], *, formats: Formats, scratch_bytes: int = 0) -> Trace:

@@ -16,8 +16,6 @@ from patrickstar.core.trace import Trace
 from patrickstar.plan.make_room import capacity_of
 from patrickstar.plan.residency import Residency
 
-__all__ = ["UpdateChoice", "UpdatePlaces", "choose_places", "choose_tiers"]
-
 
 @dataclass(frozen=True, slots=True)
 class UpdateChoice:
@@ -32,29 +30,17 @@ class UpdateChoice:
     tier: Callable[[int], Tier] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class UpdatePlaces:
-    """The tiers and homes of updates in a backward.
-
-    Attributes:
-        state: with the homes of their gradients. tiers: by chunk, of updates that are not done on the tier that computes.
-    """
-
-    state: Residency
-    tiers: Mapping[int, Tier]
-
-
 def choose_places(
     updates: Trace, state: Residency, *, machine: Machine, peak_bytes: int, choice: UpdateChoice
-) -> UpdatePlaces:
-    """The tiers of updates in a backward, and with them homes for their gradients, in a copy of the state, which has these on the tier that computes.
+) -> tuple[Residency, Mapping[int, Tier]]:
+    """A copy of the state with homes for the gradients of updates in a backward; and the tiers, by chunk, of those not done where it computes.
 
-    A gradient needs no home below, and gets one where its chunk is updated there: on the host, for as many chunks, from the first update on, as that
-    has room for beside the rest.
+    The state that is given has these gradients on the tier that computes. A gradient needs no home below, and gets one where its chunk is updated
+    there: on the host, for as many chunks, from the first update on, as that has room for beside the rest.
     """
     found = state.copy()
     if state.compute is Tier.HOST or Tier.DISK in state.home.values():  # a host above a disk has its room filled
-        return UpdatePlaces(found, {})
+        return found, {}
     room = capacity_of(state, 0, host_bytes=machine.budget[Tier.HOST])[Tier.HOST]
     gradients = [touch.ref for moment in updates.moments for touch in moment.touches if touch.ref.plane == GRAD]
     for gradient in gradients:
@@ -66,7 +52,7 @@ def choose_places(
     # What is updated on the tier that computes has its gradient there.
     back = [ref for ref in gradients if ref.chunk not in tiers]
     found.grow(dict.fromkeys(back, state.compute), {ref: state.slots[ref] for ref in back})
-    return UpdatePlaces(found, tiers)
+    return found, tiers
 
 
 def choose_tiers(

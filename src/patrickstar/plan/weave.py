@@ -21,8 +21,6 @@ from patrickstar.plan.residency import Residency
 _AHEAD = 2
 """Updates by which one that is not done where the step computes comes before its time."""
 
-__all__ = ["needs_before", "own_moments", "weave"]
-
 
 def weave(trace: Trace, updates: Trace, *, state: Residency, capacity_bytes: int, kept_bytes: int = 0) -> Trace:
     """The moments of both, in the order in which they come.

@@ -21,9 +21,6 @@ from patrickstar.core.planes import EXP_AVG, GRAD, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import on_tier
-from patrickstar.plan.update_choice import UpdatePlaces
-
-__all__ = ["WholeChunks", "update_whole_chunks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,7 @@ def update_whole_chunks(
     state: Residency,
     slots_of_gradient: Callable[[int], int],
     capacity_bytes: int,
-    choose_places: Callable[[Trace, Residency], UpdatePlaces] = lambda _, state: UpdatePlaces(state, {}),
+    choose_places: Callable[[Trace, Residency], tuple[Residency, Mapping[int, Tier]]] = lambda _, state: (state, {}),
 ) -> WholeChunks | None:
     """The trace with as many chunks updated whole as find room, the last ones first; None where none does.
 
@@ -67,7 +64,8 @@ def update_whole_chunks(
     in_order = sorted(until, key=lambda chunk: came[chunk][-1])
     updates = {chunk: _update_of(chunk, trace.moments[came[chunk][-1]]) for chunk in in_order}
     held_later = _held_after(trace, {chunk: came[chunk][-1] for chunk in until})
-    places = choose_places(Trace(tuple(update for chunk, update in updates.items() if chunk not in held_later)), grown)
+    updated_anywhere = Trace(tuple(update for chunk, update in updates.items() if chunk not in held_later))
+    grown, tiers = choose_places(updated_anywhere, grown)
     moments: list[Moment] = []
     updated_at: dict[int, int] = {}
     for index, moment in enumerate(trace.moments):
@@ -79,11 +77,11 @@ def update_whole_chunks(
         moments.append(replace(moment, touches=(Touch(gradient, True),)))
         if index == came[chunk][-1]:
             updated_at[index] = len(moments)
-            moments.append(on_tier(updates[chunk], places.tiers.get(chunk)))
+            moments.append(on_tier(updates[chunk], tiers.get(chunk)))
     # What an update elsewhere has read is of no use here until the next.
-    ends = {chunk: came[chunk][-1] if chunk in places.tiers else last for chunk, last in until.items()}
+    ends = {chunk: came[chunk][-1] if chunk in tiers else last for chunk, last in until.items()}
     frees = tuple((updated_at[last], PlaneRef(chunk, GRAD)) for chunk, last in ends.items())
-    homes = {ref: places.state.home[ref] for ref in units}
+    homes = {ref: grown.home[ref] for ref in units}
     return WholeChunks(Trace(tuple(moments)), frees, units, homes, {chunk: len(came[chunk]) for chunk in until})
 
 

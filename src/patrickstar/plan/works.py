@@ -23,9 +23,6 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 from patrickstar.plan.actions import Issue, WorkKind
 
-__all__ = ["Place", "reads", "units_of", "weight_of", "writes"]
-
-
 Place = tuple[PlaneRef, Tier, int | None]
 """A unit's bytes on a tier, and the chunk of a weight's run that is meant; None: all of it."""
 

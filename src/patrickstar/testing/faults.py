@@ -10,8 +10,6 @@ from typing import Any
 
 from patrickstar.memory.fileio import FileIO
 
-__all__ = ["Fails", "FaultyIO", "Short"]
-
 
 @dataclass(frozen=True, slots=True)
 class Fails:

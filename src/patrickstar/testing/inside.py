@@ -13,8 +13,6 @@ from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.assemble import assemble
 from patrickstar.session.session import Session
 
-__all__ = ["manage_inside"]
-
 
 def manage_inside(
     model: nn.Module,

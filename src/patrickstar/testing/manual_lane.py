@@ -12,8 +12,6 @@ from threading import Thread
 from patrickstar.errors import StateError
 from patrickstar.memory.lanes import CompletedTicket, Task, Ticket, end_of
 
-__all__ = ["ManualLane", "ManualTicket", "RandomLane"]
-
 
 class ManualLane:
     """Keeps what is issued until `complete` or a `wait`: bytes that are used before their wait are not there yet.
@@ -91,7 +89,7 @@ class RandomLane(ManualLane):
             thread.join()
 
 
-class ManualTicket:
+class ManualTicket(Ticket):
     """A work of a `ManualLane`."""
 
     def __init__(self, lane: ManualLane, work: Task, after: Collection[Ticket]) -> None:
@@ -116,12 +114,6 @@ class ManualTicket:
             self._lane.wait_for(self)
         assert self._end is not None
         self._end.wait()
-
-    def wait_until_settled(self) -> None:
-        self.wait()
-
-    def wait_on_device(self) -> None:
-        self.wait()
 
     def when_settled(self, call: Callable[[], None]) -> None:
         if self._end is None:
