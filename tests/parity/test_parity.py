@@ -115,11 +115,7 @@ def at_least(rows: tuple[Row, ...]) -> list[Row]:
 
 def where_everything_fits(rows: Sequence[Row]) -> list[Row]:
     """The rows in which parameters may keep their bytes."""
-    return [
-        row
-        for row in rows
-        if (row.budget, row.precision, row.step, row.tile_rows) == ("fits", "fp32", "deferred", None)
-    ]
+    return [row for row in rows if (row.budget, row.precision, row.tile_rows) == ("fits", "fp32", None)]
 
 
 def at_once(rows: Sequence[Row], few: Collection[Row] = FEW) -> list[object]:

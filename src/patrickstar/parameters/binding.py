@@ -147,13 +147,13 @@ class Binding:
         """Turns parameters into placeholders, which are bound by use from now on. Gradients that they have stay the user's own."""
         self.is_whole = False
         self.whole.forget()
+        self.gradients.lie_apart()
         with Plain():
             for bound in self.records.values():
                 self._bound[id(bound.parameter)] = bound
                 bound.parameter.data = bound.standin
                 bound.parameter.__class__ = self._parameter_class
                 self.gradients.watch(bound)
-            self.gradients.lie_apart()
 
     def hold(self) -> None:
         """Gives parameters their bytes for good: they are ordinary ones. See Note [Whole]."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from patrickstar.core.cuda_blocks import block_bytes
@@ -29,14 +30,16 @@ class GradientAccess:
 
     Read as `p.grad`, a gradient is a tensor bound by use (Note [Assembled tensors] in `assembled.py`). A tensor that is assigned as `p.grad` is
     the user's own from then on: an ordinary one, to which autograd adds as ever, until it is None again. Where parameters keep their bytes, all of
-    them are the user's own, always.
+    them are the user's own, always; what stands for one that was used as it came lies in `p.grad` itself then.
 
     Args:
         assembled: what stands for gradients in chunks. use: where gradients go. bound: the records of parameters and tiles, by `id()`.
 
     Attributes:
-        arrived: is told of each gradient that has come.
+        arrived: is told of each gradient that has come. comes: is told of one that autograd is about to add to `p.grad`, where parameters keep their
+            bytes and gradients are used as they come.
         own: the parameters whose gradient is the user's own, by name. stay: True where gradients stay the tensors that autograd made.
+        are_used: True where gradients are used as they come.
     """
 
     def __init__(
@@ -50,20 +53,27 @@ class GradientAccess:
         self._use = use
 
         self._hooks: dict[BoundParameter, RemovableHandle] = {}
+        self._early: dict[
+            Node, RemovableHandle
+        ] = {}  # of the nodes that add to `p.grad`, which live as long as somebody has them
+        self._gone: dict[str, Tensor] = {}
         self.stay = False
+        self.are_used = use is GradientUse.UPDATE
         self.own: set[str] = set()
         self.arrived: Callable[[BoundParameter], None] = lambda _: None
+        self.comes: Callable[[str], None] = lambda _: None
 
     def stay_put(self) -> None:
         """Leaves all gradients where autograd makes them from now on."""
-        self.release()
+        self._unhook()
         self.stay = self._use is not GradientUse.NONE
         self.own = set(self._by_name) if self.stay else set()
 
     def lie_apart(self) -> None:
         """Has gradients go where the session keeps them from now on, but for those that there are."""
+        self.own = {name for name, _ in self.owned()}
+        self._unhook()
         self.stay = False
-        self.own = {name for name in self.own if self._by_name[name].tensor().grad is not None}
 
     def watch(self, bound: BoundParameter) -> None:
         """Takes the parameter's gradients off from now on, if it has any."""
@@ -73,6 +83,9 @@ class GradientAccess:
         take = partial(GradientAccess._take, weakref.proxy(self))
         handle = bound.parameter.register_post_accumulate_grad_hook(take)
         self._hooks[bound] = handle
+        if self.stay and self.are_used:
+            node = get_gradient_edge(bound.parameter).node
+            self._early[node] = node.register_prehook(partial(GradientAccess._expect, weakref.proxy(self), bound))
         # Ours comes first, so that the user's hooks see the accumulated gradient, as in PyTorch. torch walks the plain dict underneath the
         # ordered one: only the order of insertion counts.
         hooks = bound.parameter._post_accumulate_grad_hooks
@@ -83,10 +96,23 @@ class GradientAccess:
 
     def release(self) -> None:
         """Takes nothing off any more: gradients are ordinary parameters'."""
-        for hook in self._hooks.values():
+        self._unhook()
+        self.forget_gone()
+        self.own.clear()
+
+    def _unhook(self) -> None:
+        for hook in (*self._hooks.values(), *self._early.values()):
             hook.remove()
         self._hooks.clear()
-        self.own.clear()
+        self._early.clear()
+
+    def _expect(self, bound: BoundParameter, _: object) -> None:
+        with self._access.lock, Plain():
+            self.comes(bound.name)
+            # Whoever else has a hook is to see the gradient that there is, before it is used: ours is the last.
+            hooks, ours = bound.parameter._post_accumulate_grad_hooks, self._hooks[bound].id
+            if next(reversed(hooks)) != ours:
+                hooks[ours] = hooks.pop(ours)
 
     def _take(self, parameter: Tensor) -> None:
         with self._access.lock, Plain():
@@ -139,6 +165,27 @@ class GradientAccess:
             self._access.undress(value)
             self.own.add(bound.name)
 
+    def spend(self, names: Iterable[str]) -> None:
+        """Puts what stands for a used gradient, and refuses all uses, in the place of gradients, where parameters keep their bytes."""
+        for name in names:
+            bound = self._by_name[name]
+            if name not in self._gone:
+                self._gone[name] = self._assembled.gone(AssembledKey(name, GRAD), bound.shape_only, _SPENT)
+            bound.parameter.grad = self._gone[name]
+
+    def is_gone(self, name: str) -> bool:
+        """Tells whether a used gradient has not been zeroed, which nobody may have told where parameters keep their bytes."""
+        with Plain():
+            return not self.stay or self._by_name[name].parameter.grad is self._gone.get(name)
+
+    def forget_gone(self, names: Container[str] | None = None) -> None:
+        """Sets `p.grad` to None wherever there stands something for a used gradient. `names`: of which parameters; None: of all."""
+        with Plain():
+            for name, standin in self._gone.items():
+                parameter = self._by_name[name].parameter
+                if parameter.grad is standin and (names is None or name in names):
+                    parameter.grad = None
+
     def is_not_own(self, name: str) -> None:
         """Notes that the user has let go of a parameter's own gradient: the next one goes to the owner again, if that keeps gradients."""
         if not self.stay:
@@ -147,7 +194,8 @@ class GradientAccess:
     def own_of(self, name: str) -> Tensor | None:
         """The gradient of a parameter that is the user's own, if there is one."""
         with Plain():
-            return self._by_name[name].parameter.grad if name in self.own else None
+            own = self._by_name[name].parameter.grad if name in self.own else None
+            return None if own is self._gone.get(name) else own
 
     def owned(self) -> Iterator[tuple[str, Tensor]]:
         """The gradients that are the user's own, each after the name of its parameter."""

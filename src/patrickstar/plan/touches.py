@@ -29,6 +29,7 @@ __all__ = [
     "UseCounts",
     "gradient_parts",
     "gradients_freed",
+    "kept_gradients",
     "master_touches",
     "norm_trace",
     "on_tiers",
@@ -210,6 +211,15 @@ def norm_trace(layout: Layout, names: Iterable[str], *, formats: Formats, scratc
             for part, touches in gradient_parts(layout, name, writes=False)
             if formats.is_trained(part.chunk, layout)
         )
+    )
+
+
+def kept_gradients(trace: Trace, layout: Layout) -> frozenset[str]:
+    """The parameters whose gradients wait: for the step or, where they are used as they arrive, for the end of the backward."""
+    return frozenset(
+        layout.owner(moment.label)
+        for moment in trace.moments
+        if any(touch.ref.plane == GRAD for touch in moment.touches)
     )
 
 

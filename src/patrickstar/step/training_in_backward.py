@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -16,6 +18,8 @@ from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.stretch import Stretch
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.training import Training
+from patrickstar.step.whole import Whole
+from patrickstar.torch_private import backward_id
 
 __all__ = ["InBackwardTraining"]
 
@@ -36,27 +40,44 @@ class InBackwardTraining(Training):
     Where the plan has a chunk updated whole, gradients are gathered in it, and the last one of it begins its update. See Note [Pending step].
 
     Attributes:
-        is_watched: tells whether somebody may write to weights unseen.
+        is_watched: tells whether somebody may write to weights unseen. whole: updates parameters as long as they keep their bytes.
     """
 
     in_backward = True
 
     is_watched: Callable[[], bool]
+    whole: Whole
 
     _backward_hypers: Mapping[str, Hyper] = field(default_factory=dict)
     _updated: set[str] = field(default_factory=set)
     _spent: set[str] = field(default_factory=set)  # by steps before, and not zeroed since
     _postponed: set[str] = field(default_factory=set)
+    _added: set[str] = field(default_factory=set)  # to gradients of the user's own, which the step uses
     _unfinished: bool = False
     _stretch: Stretch | None = None  # whose chunks are gathered
 
     def __post_init__(self) -> None:
         self._order = PendingStep(self.updates, {}, {}, Trace(()))  # which takes no gradient
+        self.binding.gradients.comes = partial(InBackwardTraining._comes, weakref.proxy(self))
 
     # gradients arriving
 
+    def _comes(self, name: str) -> None:
+        """Takes note of a gradient that is about to be added to `p.grad`. StateError: what is there has been used."""
+        self._arrives()
+        if name in self._updated:
+            raise StateError(_SECOND_BACKWARD)
+        if name not in self._postponed and self.binding.gradients.own_of(name) is not None:
+            self._added.add(name)
+
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Takes a gradient that has arrived: updates its parameter with it, or keeps it until the backward ends."""
+        if not self.whole.why:
+            if name in self._backward_hypers and name not in self._added:
+                self._postponed.add(name)
+                if self.whole.may_update(name):
+                    self._use({name})
+            return
         bound = self.binding.records[name]
         self._arrives()
         owner = bound.owner
@@ -84,6 +105,7 @@ class InBackwardTraining(Training):
         if self._bringing is None:
             if self._updated and not self._is_nested:
                 raise StateError(_SECOND_BACKWARD)
+            self._forget_zeroed()
             if self._spent:
                 raise StateError(f"a backward after a step whose gradients were not zeroed: {_NOT_ZEROED}")
             self._backward_hypers = dict(self.hypers())
@@ -101,17 +123,33 @@ class InBackwardTraining(Training):
 
     def _update_postponed(self) -> None:
         names, self._postponed = self._postponed, set()
-        self._update(names, self._backward_hypers)
+        if self.whole.why:
+            self._update(names, self._backward_hypers)
+        else:
+            self._use({name for name in names if self.binding.gradients.own_of(name) is not None})
+
+    def _use(self, names: Collection[str]) -> None:
+        """Updates parameters that keep their bytes from gradients that have waited, or not, which are gone then."""
+        self.whole.update(names, self._backward_hypers, self.steps)
+        self._updated.update(names)
+        self._postponed.difference_update(names)
+        self.binding.gradients.spend(names)
 
     def _update_rest(self) -> None:
         """Updates parameters whose gradient no backward has used: one from before `manage`, or assigned as `p.grad`."""
         hypers = self.hypers()
-        left = self.in_chunks.names | {name for name, _ in self.binding.gradients.owned()}
+        own = {name for name, _ in self.binding.gradients.owned()}
+        if again := sorted(own & self._updated):
+            raise StateError(f".grad of {some(again, most=8)} was assigned a tensor after the backward: {_NOT_ZEROED}")
+        left = self.in_chunks.names | own
         self._update({name for name in left - self._updated if name in hypers}, hypers)
 
     def _update(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
         """Updates parameters now, from gradients that are kept, which are let go then, or from the user's own."""
         if not names:
+            return
+        if not self.whole.why:
+            self.whole.update(names, hypers, self.steps)
             return
         self._updated.update(names)
         self._unfinished = True
@@ -181,9 +219,14 @@ class InBackwardTraining(Training):
             'gradients() with step="in_backward": gradients are used as they arrive; manage with step="deferred"'
         )
 
+    def _forget_zeroed(self) -> None:
+        """Notes which gradients have been zeroed by `model.zero_grad()`, or by hand."""
+        self._spent = set(filter(self.binding.gradients.is_gone, self._spent))
+
     def zero_grad(self, *, set_to_none: bool, names: Iterable[str] | None = None) -> None:
         """Forgets the gradients of parameters, used ones too, or makes them zero. `names`: which parameters; None: all."""
         names = None if names is None else set(names)
+        self.binding.gradients.forget_gone(names)
         self._spent -= self._spent if names is None else names
         super().zero_grad(set_to_none=set_to_none, names=names)
 
@@ -206,8 +249,17 @@ class InBackwardTraining(Training):
         own = {name for name, _ in self.binding.gradients.owned()}  # which autograd adds to, as ever
         self._spent = (self._updated & self.binding.by_name.keys()) - own
         self._updated.clear()
+        self._added.clear()
         self._bringing, self._is_nested = None, False
         self.stretches.step_ended()
+
+    def expect_whole(self) -> None:
+        """Raises StateError where an exception has left an update of the parameters half done."""
+        if backward_id() == -1 and not self.whole.why:
+            if self._is_nested:
+                self._end()  # of the backward around the last one: nobody has told of it
+            self._forget_zeroed()
+        super().expect_whole()
 
     def _half_done(self) -> str:
         if not self._unfinished and not self.updates.is_half_done:
@@ -223,6 +275,5 @@ class InBackwardTraining(Training):
         self._order.arrivals.clear()
         for gradient in sorted(self._order.frees & self.executor.store.state.home.keys()):
             self.executor.release(gradient)
-        self._updated.clear()
-        self._spent.clear()
-        self._postponed.clear()
+        for names in (self._updated, self._spent, self._postponed, self._added):
+            names.clear()
