@@ -114,9 +114,7 @@ class _ClassHandle:
         self.module.__class__ = self.kind
 
 
-def _told(
-    calls: weakref.ref[ModuleCalls], module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+def _told(calls: weakref.ref[ModuleCalls], module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     there = calls()
     return run(*args, **kwargs) if there is None else there.call(module, partial(run, *args, **kwargs))
 

@@ -125,13 +125,8 @@ class Blocks:
                 touches = tuple(sorted({touch for bound in records for touch in bound.touches}))
                 self._blocks[id(module)] = Block(path, module, records, touches)
                 new.append(module)
-        for method in (
-            "forward",
-            "_call_impl",
-        ):  # torch looks for hooks of the former; of the others, hooks belong to the call
-            kinds = [
-                module for module in new if isinstance(module, (*FUSED, nn.TransformerEncoder)) == (method == "forward")
-            ]
+        for method in ("forward", "_call_impl"):  # torch looks for hooks of the former; of the others, hooks belong to the call
+            kinds = [module for module in new if isinstance(module, (*FUSED, nn.TransformerEncoder)) == (method == "forward")]
             self._watched.append(watch_calls(kinds, self, method))
 
     def remove(self) -> None:
