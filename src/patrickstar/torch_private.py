@@ -256,7 +256,7 @@ def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 def has_views(tensor: torch.Tensor) -> bool:
     """Tells whether there are other tensors over the storage of this one, held by whomever: code, or a graph."""
-    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return uses > 2  # the tensor itself, and the object that Python has of the storage
 
 

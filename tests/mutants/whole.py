@@ -84,7 +84,7 @@ WHOLE: tuple[Mutant, ...] = (
     Fault("what-a-forward-may-do-by-chance-is-taken-for-what-it-does", "step.whole:Whole.stays").by(
         never("expected.by_chance"), f"{WAITS}[by chance]"
     ),
-    Fault("a-gradient-stays-when-it-is-used", "step.training_in_backward:InBackwardTraining._use").by(
+    Fault("a-gradient-stays-when-it-is-used", "step.training_in_backward:InBackwardTraining._update").by(
         drop("spend"),
         f"{IN_BACKWARD}::test_a_gradient_is_there_for_hooks_of_users_and_gone_before_the_next_one_comes[unbounded]",
     ),
@@ -93,7 +93,7 @@ WHOLE: tuple[Mutant, ...] = (
         f"{IN_BACKWARD}::test_a_gradient_is_there_for_hooks_of_users_and_gone_before_the_next_one_comes[unbounded]",
     ),
     Fault("nobody-asks-whether-gradients-were-zeroed", "step.training_in_backward:InBackwardTraining._arrives").by(
-        drop("_forget_zeroed"),
+        drop("_spent"),
         f"{IN_BACKWARD}::test_gradients_are_zeroed_however_it_is_done[before the backward-by the model]",
     ),
     Fault("a-used-gradient-is-added-to", "step.training_in_backward:InBackwardTraining._arrives").by(

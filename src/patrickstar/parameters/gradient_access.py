@@ -173,10 +173,10 @@ class GradientAccess:
                 self._gone[name] = self._assembled.gone(AssembledKey(name, GRAD), bound.shape_only, _SPENT)
             bound.parameter.grad = self._gone[name]
 
-    def is_gone(self, name: str) -> bool:
-        """Tells whether a used gradient has not been zeroed, which nobody may have told where parameters keep their bytes."""
+    def still_gone(self, names: Iterable[str]) -> list[str]:
+        """Names of the used gradients that nobody has zeroed, as `model.zero_grad()` does without a word where parameters keep their bytes."""
         with Plain():
-            return not self.stay or self._by_name[name].parameter.grad is self._gone.get(name)
+            return [name for name in names if not self.stay or self._by_name[name].parameter.grad is self._gone[name]]
 
     def forget_gone(self, names: Container[str] | None = None) -> None:
         """Sets `p.grad` to None wherever there stands something for a used gradient. `names`: of which parameters; None: of all."""

@@ -74,9 +74,10 @@ class InBackwardTraining(Training):
         """Takes a gradient that has arrived: updates its parameter with it, or keeps it until the backward ends."""
         if not self.whole.why:
             if name in self._backward_hypers and name not in self._added:
-                self._postponed.add(name)
-                if self.whole.may_update(name):
-                    self._use({name})
+                if name not in self._postponed and self.whole.may_update(name):
+                    self._update({name}, self._backward_hypers)
+                else:
+                    self._postponed.add(name)
             return
         bound = self.binding.records[name]
         self._arrives()
@@ -105,7 +106,7 @@ class InBackwardTraining(Training):
         if self._bringing is None:
             if self._updated and not self._is_nested:
                 raise StateError(_SECOND_BACKWARD)
-            self._forget_zeroed()
+            self._spent = set(self.binding.gradients.still_gone(self._spent))
             if self._spent:
                 raise StateError(f"a backward after a step whose gradients were not zeroed: {_NOT_ZEROED}")
             self._backward_hypers = dict(self.hypers())
@@ -123,17 +124,9 @@ class InBackwardTraining(Training):
 
     def _update_postponed(self) -> None:
         names, self._postponed = self._postponed, set()
-        if self.whole.why:
-            self._update(names, self._backward_hypers)
-        else:
-            self._use({name for name in names if self.binding.gradients.own_of(name) is not None})
-
-    def _use(self, names: Collection[str]) -> None:
-        """Updates parameters that keep their bytes from gradients that have waited, or not, which are gone then."""
-        self.whole.update(names, self._backward_hypers, self.steps)
-        self._updated.update(names)
-        self._postponed.difference_update(names)
-        self.binding.gradients.spend(names)
+        if not self.whole.why:  # and somebody may have set `p.grad` to None
+            names = {name for name in names if self.binding.gradients.own_of(name) is not None}
+        self._update(names, self._backward_hypers)
 
     def _update_rest(self) -> None:
         """Updates parameters whose gradient no backward has used: one from before `manage`, or assigned as `p.grad`."""
@@ -141,15 +134,20 @@ class InBackwardTraining(Training):
         own = {name for name, _ in self.binding.gradients.owned()}
         if again := sorted(own & self._updated):
             raise StateError(f".grad of {some(again, most=8)} was assigned a tensor after the backward: {_NOT_ZEROED}")
-        left = self.in_chunks.names | own
-        self._update({name for name in left - self._updated if name in hypers}, hypers)
+        left = {name for name in (self.in_chunks.names | own) - self._updated if name in hypers}
+        if self.whole.why:
+            self._update(left, hypers)
+        else:
+            self.whole.update(sorted(left), hypers, self.steps)  # from gradients that stay
 
     def _update(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
         """Updates parameters now, from gradients that are kept, which are let go then, or from the user's own."""
         if not names:
             return
         if not self.whole.why:
-            self.whole.update(names, hypers, self.steps)
+            self.whole.update(sorted(names), hypers, self.steps)
+            self._updated.update(names)
+            self.binding.gradients.spend(names)
             return
         self._updated.update(names)
         self._unfinished = True
@@ -219,10 +217,6 @@ class InBackwardTraining(Training):
             'gradients() with step="in_backward": gradients are used as they arrive; manage with step="deferred"'
         )
 
-    def _forget_zeroed(self) -> None:
-        """Notes which gradients have been zeroed by `model.zero_grad()`, or by hand."""
-        self._spent = set(filter(self.binding.gradients.is_gone, self._spent))
-
     def zero_grad(self, *, set_to_none: bool, names: Iterable[str] | None = None) -> None:
         """Forgets the gradients of parameters, used ones too, or makes them zero. `names`: which parameters; None: all."""
         names = None if names is None else set(names)
@@ -258,7 +252,7 @@ class InBackwardTraining(Training):
         if backward_id() == -1 and not self.whole.why:
             if self._is_nested:
                 self._end()  # of the backward around the last one: nobody has told of it
-            self._forget_zeroed()
+            self._spent = set(self.binding.gradients.still_gone(self._spent))
         super().expect_whole()
 
     def _half_done(self) -> str:
