@@ -53,9 +53,8 @@ class GradientAccess:
         self._use = use
 
         self._hooks: dict[BoundParameter, RemovableHandle] = {}
-        self._early: dict[
-            Node, RemovableHandle
-        ] = {}  # of the nodes that add to `p.grad`, which live as long as somebody has them
+        # By the node that adds to `p.grad`, which lives as long as somebody has it.
+        self._early: dict[Node, RemovableHandle] = {}
         self._gone: dict[str, Tensor] = {}
         self.stay = False
         self.are_used = use is GradientUse.UPDATE

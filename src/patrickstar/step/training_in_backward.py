@@ -58,17 +58,9 @@ class InBackwardTraining(Training):
 
     def __post_init__(self) -> None:
         self._order = PendingStep(self.updates, {}, {}, Trace(()))  # which takes no gradient
-        self.binding.gradients.comes = partial(InBackwardTraining._comes, weakref.proxy(self))
+        self.binding.gradients.comes = partial(InBackwardTraining._arrives, weakref.proxy(self))
 
     # gradients arriving
-
-    def _comes(self, name: str) -> None:
-        """Takes note of a gradient that is about to be added to `p.grad`. StateError: what is there has been used."""
-        self._arrives()
-        if name in self._updated:
-            raise StateError(_SECOND_BACKWARD)
-        if name not in self._postponed and self.binding.gradients.own_of(name) is not None:
-            self._added.add(name)
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Takes a gradient that has arrived: updates its parameter with it, or keeps it until the backward ends."""
@@ -80,7 +72,7 @@ class InBackwardTraining(Training):
                     self._postponed.add(name)
             return
         bound = self.binding.records[name]
-        self._arrives()
+        self._arrives(name)
         owner = bound.owner
         hyper = self._backward_hypers.get(owner)
         # Where the user's loop has left a gradient before (from before manage(), say), it is part of the sum.
@@ -98,8 +90,8 @@ class InBackwardTraining(Training):
             if hyper is not None:
                 self._postponed.add(owner)
 
-    def _arrives(self) -> None:
-        """Notes that a backward has a gradient to give."""
+    def _arrives(self, name: str) -> None:
+        """Notes that a backward has a gradient to give; where parameters keep their bytes, before it is added to `p.grad`."""
         stretch = self.executor.pilot.stretch
         if not stretch.gave_gradients:
             stretch.gives_gradients()
@@ -113,6 +105,11 @@ class InBackwardTraining(Training):
             self._begin_gathering()
             self._unfinished = True
         self._notice_gradient()
+        if not self.whole.why:
+            if name in self._updated:
+                raise StateError(_SECOND_BACKWARD)
+            if name not in self._postponed and self.binding.gradients.own_of(name) is not None:
+                self._added.add(name)
 
     def _backward_ends(self, inside: bool) -> None:
         super()._backward_ends(inside)
