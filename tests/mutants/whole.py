@@ -85,7 +85,7 @@ WHOLE: tuple[Mutant, ...] = (
         never("expected.by_chance"), f"{WAITS}[by chance]"
     ),
     Fault("a-gradient-stays-when-it-is-used", "step.training_in_backward:InBackwardTraining._update").by(
-        drop("spend"),
+        drop("used.put"),
         f"{IN_BACKWARD}::test_a_gradient_is_there_for_hooks_of_users_and_gone_before_the_next_one_comes[unbounded]",
     ),
     Fault("a-gradient-is-gone-before-hooks-of-users-see-it", "parameters.gradient_access:GradientAccess._expect").by(
@@ -100,7 +100,7 @@ WHOLE: tuple[Mutant, ...] = (
         never("self._spent"), REFUSED
     ),
     Fault("a-used-gradient-is-left-to-what-is-bound-by-use", "step.whole:Whole._leave").by(
-        drop("forget_gone"),
+        drop("used.forget"),
         f"{IN_BACKWARD}::test_so_they_are_when_an_evaluation_comes_before_they_are_zeroed",
     ),
     Fault("gradients-that-wait-take-no-room", "session.start:Setup.kept_gradients").by(

@@ -400,7 +400,7 @@ def test_so_they_are_when_an_evaluation_comes_before_they_are_zeroed():
         twins.each(lambda model, optimizer: (model(batch()).square().sum().backward(), optimizer.step())[1])
         with torch.no_grad():
             twins.each(lambda model, _: model(batch(rows=600)))
-        assert twins.session.stats().binding.startswith("by use")
+        assert "by use" in twins.session.stats().binding
         with pytest.raises(StateError, match="a backward after a step"):
             twins.model(batch()).sum().backward()
         twins.each(lambda model, _: model.zero_grad())

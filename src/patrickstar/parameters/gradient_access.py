@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from torch import Tensor
@@ -16,13 +16,11 @@ from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.parameters.assembled import AssembledTensors, title
 from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.used_gradients import USED, UsedGradients
 from patrickstar.parameters.weight_access import WeightAccess
 from patrickstar.torch_private import Plain
 
 __all__ = ["GradientAccess"]
-
-
-_SPENT = 'it was used and released (step="in_backward"; step="deferred" keeps gradients until zero_grad())'
 
 
 class GradientAccess:
@@ -39,7 +37,7 @@ class GradientAccess:
         arrived: is told of each gradient that has come. comes: is told of one that autograd is about to add to `p.grad`, where parameters keep their
             bytes and gradients are used as they come.
         own: the parameters whose gradient is the user's own, by name. stay: True where gradients stay the tensors that autograd made.
-        are_used: True where gradients are used as they come.
+        are_used: True where gradients are used as they come. used: what stands for them then, where parameters keep their bytes.
     """
 
     def __init__(
@@ -55,8 +53,8 @@ class GradientAccess:
         self._hooks: dict[BoundParameter, RemovableHandle] = {}
         # By the node that adds to `p.grad`, which lives as long as somebody has it.
         self._early: dict[Node, RemovableHandle] = {}
-        self._gone: dict[str, Tensor] = {}
         self.stay = False
+        self.used = UsedGradients(assembled, access.records)
         self.are_used = use is GradientUse.UPDATE
         self.own: set[str] = set()
         self.arrived: Callable[[BoundParameter], None] = lambda _: None
@@ -96,7 +94,7 @@ class GradientAccess:
     def release(self) -> None:
         """Takes nothing off any more: gradients are ordinary parameters'."""
         self._unhook()
-        self.forget_gone()
+        self.used.forget()
         self.own.clear()
 
     def _unhook(self) -> None:
@@ -137,7 +135,7 @@ class GradientAccess:
             if self._owner.has_gradient(bound.name):
                 return self._assembled.tensor(key, bound.shape_only)
             if self._owner.is_spent(bound.name):
-                return self._assembled.gone(key, bound.shape_only, _SPENT)
+                return self._assembled.gone(key, bound.shape_only, USED)
         return gradient
 
     def set(self, bound: BoundParameter, value: Tensor | None) -> None:
@@ -154,7 +152,7 @@ class GradientAccess:
                 f"{bound.name}.grad was assigned {what}, which lies in chunks and cannot be another's: assign a copy, {what}.clone()"
             )
         if value is not None and self._owner.is_spent(bound.name):
-            raise StateError(f"{bound.name}.grad was assigned a tensor after {_SPENT}")
+            raise StateError(f"{bound.name}.grad was assigned a tensor after {USED}")
         bound.tensor().grad = value
         # What a view of the old gradient shows is ordinary memory once that is let go.
         self._owner.drop_gradient(bound.name)
@@ -164,27 +162,6 @@ class GradientAccess:
             self._access.undress(value)
             self.own.add(bound.name)
 
-    def spend(self, names: Iterable[str]) -> None:
-        """Puts what stands for a used gradient, and refuses all uses, in the place of gradients, where parameters keep their bytes."""
-        for name in names:
-            bound = self._by_name[name]
-            if name not in self._gone:
-                self._gone[name] = self._assembled.gone(AssembledKey(name, GRAD), bound.shape_only, _SPENT)
-            bound.parameter.grad = self._gone[name]
-
-    def still_gone(self, names: Iterable[str]) -> list[str]:
-        """Names of the used gradients that nobody has zeroed, as `model.zero_grad()` does without a word where parameters keep their bytes."""
-        with Plain():
-            return [name for name in names if not self.stay or self._by_name[name].parameter.grad is self._gone[name]]
-
-    def forget_gone(self, names: Container[str] | None = None) -> None:
-        """Sets `p.grad` to None wherever there stands something for a used gradient. `names`: of which parameters; None: of all."""
-        with Plain():
-            for name, standin in self._gone.items():
-                parameter = self._by_name[name].parameter
-                if parameter.grad is standin and (names is None or name in names):
-                    parameter.grad = None
-
     def is_not_own(self, name: str) -> None:
         """Notes that the user has let go of a parameter's own gradient: the next one goes to the owner again, if that keeps gradients."""
         if not self.stay:
@@ -193,8 +170,7 @@ class GradientAccess:
     def own_of(self, name: str) -> Tensor | None:
         """The gradient of a parameter that is the user's own, if there is one."""
         with Plain():
-            own = self._by_name[name].parameter.grad if name in self.own else None
-            return None if own is self._gone.get(name) else own
+            return self._by_name[name].parameter.grad if name in self.own and not self.used.there([name]) else None
 
     def owned(self) -> Iterator[tuple[str, Tensor]]:
         """The gradients that are the user's own, each after the name of its parameter."""

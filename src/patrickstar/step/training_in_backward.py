@@ -98,7 +98,8 @@ class InBackwardTraining(Training):
         if self._bringing is None:
             if self._updated and not self._is_nested:
                 raise StateError(_SECOND_BACKWARD)
-            self._spent = set(self.binding.gradients.still_gone(self._spent))
+            if not self.whole.why:
+                self._spent = set(self.binding.gradients.used.there(self._spent))
             if self._spent:
                 raise StateError(f"a backward after a step whose gradients were not zeroed: {_NOT_ZEROED}")
             self._backward_hypers = dict(self.hypers())
@@ -144,7 +145,7 @@ class InBackwardTraining(Training):
         if not self.whole.why:
             self.whole.update(sorted(names), hypers, self.steps)
             self._updated.update(names)
-            self.binding.gradients.spend(names)
+            self.binding.gradients.used.put(names)
             return
         self._updated.update(names)
         self._unfinished = True
@@ -217,7 +218,7 @@ class InBackwardTraining(Training):
     def zero_grad(self, *, set_to_none: bool, names: Iterable[str] | None = None) -> None:
         """Forgets the gradients of parameters, used ones too, or makes them zero. `names`: which parameters; None: all."""
         names = None if names is None else set(names)
-        self.binding.gradients.forget_gone(names)
+        self.binding.gradients.used.forget(names)
         self._spent -= self._spent if names is None else names
         super().zero_grad(set_to_none=set_to_none, names=names)
 
@@ -249,7 +250,7 @@ class InBackwardTraining(Training):
         if backward_id() == -1 and not self.whole.why:
             if self._is_nested:
                 self._end()  # of the backward around the last one: nobody has told of it
-            self._spent = set(self.binding.gradients.still_gone(self._spent))
+            self._spent = set(self.binding.gradients.used.there(self._spent))
         super().expect_whole()
 
     def _half_done(self) -> str:

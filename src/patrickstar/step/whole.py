@@ -130,7 +130,7 @@ class Whole:
                 smallest_bytes=needed,
             )
         self.why = why
-        self.binding.gradients.forget_gone()
+        self.binding.gradients.used.forget()
         self.left()
         _log.info("parameters are bound by use from now on: %s", why)
 
