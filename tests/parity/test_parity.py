@@ -132,7 +132,7 @@ WHOLE = where_everything_fits((*PAIRS, *WIDE))
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("row", at_once(WHOLE, cover(WHOLE, every(("checkpointing",), ("tier",)))), ids=str)
+@pytest.mark.parametrize("row", at_once(WHOLE, cover(WHOLE, every(("checkpointing",), ("tier",), ("step",)))), ids=str)
 def test_parameters_that_keep_their_bytes_have_the_same_bits(row: Row, tmp_path: Path) -> None:
     outcome, _, _ = run(row, tmp_path)
     assert outcome.stats.binding == "whole"
