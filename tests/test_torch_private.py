@@ -23,6 +23,7 @@ from patrickstar.torch_private import (
     call_without_hooks_of_all_modules,
     checks_for_nan,
     has_step_pre_hooks,
+    has_views,
     inside_backward_node,
     inside_node_of_torch,
     is_checkpoints,
@@ -99,6 +100,21 @@ def test_a_schema_tells_what_writes_its_arguments():
     assert not writes_by_schema(torch.ops.aten.embedding.default)
     assert not writes_by_schema(torch.add)
     assert not writes_by_schema(nn.functional.embedding)
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [lambda p: p.data, lambda p: p.detach(), lambda p: p.view(-1), lambda p: p[1:] * torch.ones(1, requires_grad=True)],
+)
+def test_a_tensor_has_views_as_long_as_code_or_a_graph_holds_one(hold):
+    parameter = torch.nn.Parameter(torch.zeros(2, 3))
+    parameter.untyped_storage().owner = "anybody"
+    same = parameter, [parameter]
+    assert not has_views(parameter)
+    held = hold(parameter)
+    assert has_views(parameter)
+    del held
+    assert not has_views(same[0])
 
 
 def test_a_backward_has_an_id_a_node_and_an_end():

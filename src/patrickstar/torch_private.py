@@ -38,6 +38,7 @@ __all__ = [
     "computes_bf16",
     "computes_fp16",
     "has_step_pre_hooks",
+    "has_views",
     "inside_backward_node",
     "inside_node_of_torch",
     "is_checkpoints",
@@ -291,6 +292,12 @@ def inside_node_of_torch() -> bool:
 def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Tells whether anything of the user's is called before `optimizer.step()` does its work (`register_step_pre_hook`)."""
     return bool(optimizer._optimizer_step_pre_hooks or _optimizers._global_optimizer_pre_hooks)
+
+
+def has_views(tensor: torch.Tensor) -> bool:
+    """Tells whether there are other tensors over the storage of this one, held by whomever: code, or a graph."""
+    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return uses > 2  # the tensor itself, and the object that Python has of the storage
 
 
 def computes_bf16() -> bool:

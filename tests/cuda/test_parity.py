@@ -153,7 +153,9 @@ WHOLE = where_everything_fits(ROWS)
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("row", at_once(WHOLE, cover(WHOLE, every(("checkpointing",), ("clipping",)))), ids=str)
+@pytest.mark.parametrize(
+    "row", at_once(WHOLE, cover(WHOLE, every(("checkpointing",), ("clipping",), ("step",)))), ids=str
+)
 def test_parameters_that_keep_their_bytes_have_the_same_bits(
     row: Row, tmp_path: Path, accelerator: Accelerator
 ) -> None:

@@ -115,11 +115,7 @@ def at_least(rows: tuple[Row, ...]) -> list[Row]:
 
 def where_everything_fits(rows: Sequence[Row]) -> list[Row]:
     """The rows in which parameters may keep their bytes."""
-    return [
-        row
-        for row in rows
-        if (row.budget, row.precision, row.step, row.tile_rows) == ("fits", "fp32", "deferred", None)
-    ]
+    return [row for row in rows if (row.budget, row.precision, row.tile_rows) == ("fits", "fp32", None)]
 
 
 def at_once(rows: Sequence[Row], few: Collection[Row] = FEW) -> list[object]:
@@ -136,7 +132,7 @@ WHOLE = where_everything_fits((*PAIRS, *WIDE))
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("row", at_once(WHOLE, cover(WHOLE, every(("checkpointing",), ("tier",)))), ids=str)
+@pytest.mark.parametrize("row", at_once(WHOLE, cover(WHOLE, every(("checkpointing",), ("tier",), ("step",)))), ids=str)
 def test_parameters_that_keep_their_bytes_have_the_same_bits(row: Row, tmp_path: Path) -> None:
     outcome, _, _ = run(row, tmp_path)
     assert outcome.stats.binding == "whole"

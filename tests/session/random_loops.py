@@ -217,7 +217,7 @@ STATEMENTS: dict[str, Callable[[World, int], Any]] = {
 _values = lambda w: {name: p.detach() * 0.5 for name, p in w.model.named_parameters()}
 LAST: dict[str, Callable[[World, int], Any]] = {
     "nothing": lambda w, _: None,
-    "of a strange class": lambda w, n: w.loss(STRANGE[n % 2])[0].backward(),
+    "of a strange class": lambda w, n: (w.loss(STRANGE[n % 2])[0].backward(), _step(w, n)),
     "func.grad": lambda w, _: torch.func.grad(lambda x: w.model(x).sum())(w.input("plain")),
     "func.grad of a block": lambda w, _: torch.func.grad(lambda x: w.modules[-1](x).sum())(w.input("plain")),
     "func.grad of a weight": lambda w, n: torch.func.grad(lambda p: p.square().sum())(w.weight(n)),

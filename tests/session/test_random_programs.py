@@ -177,5 +177,5 @@ def test_each_of_many_random_programs_has_the_bits_of_plain_pytorch_or_is_refuse
 @pytest.mark.whole
 @pytest.mark.parametrize("examples", [15, pytest.param(300, marks=pytest.mark.campaign)])
 def test_where_everything_fits_nothing_is_refused(examples: int) -> None:
-    ends = run(examples, budget="roomy", in_backward=False)
+    ends = run(examples, budget="roomy")
     assert all(end == "equal" or end.startswith("both raise") for end in ends), ends

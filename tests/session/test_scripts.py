@@ -170,6 +170,13 @@ def test_so_it_does_where_updates_come_in_backward(line: str, kind: str, machine
     run(line, kind, step="in_backward", **PLACES[machine](tmp_path / "disk"))
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize("machine", ["roomy", "unbounded"])
+@pytest.mark.parametrize("line", IN_BACKWARD)
+def test_so_it_does_where_parameters_keep_their_bytes(line: str, machine: str, tmp_path: Path) -> None:
+    run(line, "fp32", step="in_backward", **PLACES[machine](tmp_path / "disk"))
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize(("line", "kind", "machine"), runs(ADAPTED))
 def test_so_it_does_for_adapters_beside_a_frozen_base(line: str, kind: str, machine: str, tmp_path: Path) -> None:

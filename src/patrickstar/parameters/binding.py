@@ -15,6 +15,8 @@ Note [Whole]
     autograd's own, and the optimizer's step reads them where they lie (`step/whole.py`). Nobody sees uses. What has to be noticed is asked before
     each forward and step, and before state is read: whether modules have the same parameters, and these the same memory. The first forward that
     does not fit has them bound by use from then on.
+    With `step="in_backward"` an update follows the gradient, unless the trace has it that this waits, or somebody has a view of the parameter; a
+    tensor that refuses every use stands in `p.grad` from then on, and as long as it does nobody has zeroed the gradient.
 """
 
 from __future__ import annotations
@@ -149,13 +151,13 @@ class Binding:
         """Turns parameters into placeholders, which are bound by use from now on. Gradients that they have stay the user's own."""
         self.is_whole = False
         self.whole.forget()
+        self.gradients.lie_apart()
         with Plain():
             for bound in self.records.values():
                 self._bound[id(bound.parameter)] = bound
                 bound.parameter.data = bound.standin
                 bound.parameter.__class__ = self.parameter_class
                 self.gradients.watch(bound)
-            self.gradients.lie_apart()
 
     def hold(self) -> None:
         """Gives parameters their bytes for good: they are ordinary ones. See Note [Whole]."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from patrickstar.core.cuda_blocks import block_bytes
@@ -15,13 +16,11 @@ from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.parameters.assembled import AssembledTensors, title
 from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.used_gradients import USED, UsedGradients
 from patrickstar.parameters.weight_access import WeightAccess
 from patrickstar.torch_private import Plain
 
 __all__ = ["GradientAccess"]
-
-
-_SPENT = 'it was used and released (step="in_backward"; step="deferred" keeps gradients until zero_grad())'
 
 
 class GradientAccess:
@@ -29,14 +28,17 @@ class GradientAccess:
 
     Read as `p.grad`, a gradient is a tensor bound by use (Note [Assembled tensors] in `assembled.py`). A tensor that is assigned as `p.grad` is
     the user's own from then on: an ordinary one, to which autograd adds as ever, until it is None again. Where parameters keep their bytes, all of
-    them are the user's own, always.
+    them are the user's own, always; what stands for one that was used as it came lies in `p.grad` itself then.
 
     Args:
         assembled: what stands for gradients in chunks. use: where gradients go. bound: the records of parameters and tiles, by `id()`.
 
     Attributes:
         arrives: is told of each gradient before the owner is. are_kept: tells whether the session may have a gradient of any of them.
+        comes: is told of one that autograd is about to add to `p.grad`, where parameters keep their
+            bytes and gradients are used as they come.
         own: the parameters whose gradient is the user's own, by name. stay: True where gradients stay the tensors that autograd made.
+        are_used: True where gradients are used as they come. used: what stands for them then, where parameters keep their bytes.
     """
 
     def __init__(
@@ -50,22 +52,28 @@ class GradientAccess:
         self._use = use
 
         self._hooks: dict[BoundParameter, RemovableHandle] = {}
+        # By the node that adds to `p.grad`, which lives as long as somebody has it.
+        self._early: dict[Node, RemovableHandle] = {}
         self.stay = False
         self._shown: dict[BoundParameter, Tensor | None] = {}
-        self.own: set[str] = set()
         self.are_kept: Callable[[], bool] = lambda: False
         self.arrives: Callable[[BoundParameter], None] = lambda _: None
+        self.used = UsedGradients(assembled, access.records)
+        self.are_used = use is GradientUse.UPDATE
+        self.own: set[str] = set()
+        self.comes: Callable[[str], None] = lambda _: None
 
     def stay_put(self) -> None:
         """Leaves all gradients where autograd makes them from now on."""
-        self.release()
+        self._unhook()
         self.stay = self._use is not GradientUse.NONE
         self.own = set(self._by_name) if self.stay else set()
 
     def lie_apart(self) -> None:
         """Has gradients go where the session keeps them from now on, but for those that there are."""
+        self.own = {name for name, _ in self.owned()}
+        self._unhook()
         self.stay = False
-        self.own = {name for name in self.own if self._by_name[name].tensor().grad is not None}
 
     def watch(self, bound: BoundParameter) -> None:
         """Takes the parameter's gradients off from now on, if it has any."""
@@ -75,6 +83,9 @@ class GradientAccess:
         take = partial(GradientAccess._take, weakref.proxy(self))
         handle = bound.parameter.register_post_accumulate_grad_hook(take)
         self._hooks[bound] = handle
+        if self.stay and self.are_used:
+            node = get_gradient_edge(bound.parameter).node
+            self._early[node] = node.register_prehook(partial(GradientAccess._expect, weakref.proxy(self), bound))
         # Ours comes first, so that the user's hooks see the accumulated gradient, as in PyTorch. torch walks the plain dict underneath the
         # ordered one: only the order of insertion counts.
         hooks = bound.parameter._post_accumulate_grad_hooks
@@ -85,10 +96,23 @@ class GradientAccess:
 
     def release(self) -> None:
         """Takes nothing off any more: gradients are ordinary parameters'."""
-        for hook in self._hooks.values():
+        self._unhook()
+        self.used.forget()
+        self.own.clear()
+
+    def _unhook(self) -> None:
+        for hook in (*self._hooks.values(), *self._early.values()):
             hook.remove()
         self._hooks.clear()
-        self.own.clear()
+        self._early.clear()
+
+    def _expect(self, bound: BoundParameter, _: object) -> None:
+        with self._access.lock, Plain():
+            self.comes(bound.name)
+            # Whoever else has a hook is to see the gradient that there is, before it is used: ours is the last.
+            hooks, ours = bound.parameter._post_accumulate_grad_hooks, self._hooks[bound].id
+            if next(reversed(hooks)) != ours:
+                hooks[ours] = hooks.pop(ours)
 
     def _take(self, parameter: Tensor) -> None:
         with self._access.lock, Plain():
@@ -114,7 +138,7 @@ class GradientAccess:
             if self._owner.has_gradient(bound.name):
                 return self._assembled.tensor(key, bound.shape_only)
             if self._owner.is_spent(bound.name):
-                return self._assembled.gone(key, bound.shape_only, _SPENT)
+                return self._assembled.gone(key, bound.shape_only, USED)
         return gradient
 
     def set(self, bound: BoundParameter, value: Tensor | None) -> None:
@@ -131,7 +155,7 @@ class GradientAccess:
                 f"{bound.name}.grad was assigned {what}, which lies in chunks and cannot be another's: assign a copy, {what}.clone()"
             )
         if value is not None and self._owner.is_spent(bound.name):
-            raise StateError(f"{bound.name}.grad was assigned a tensor after {_SPENT}")
+            raise StateError(f"{bound.name}.grad was assigned a tensor after {USED}")
         bound.tensor().grad = value
         # What a view of the old gradient shows is ordinary memory once that is let go.
         self._owner.drop_gradient(bound.name)
@@ -170,7 +194,7 @@ class GradientAccess:
     def own_of(self, name: str) -> Tensor | None:
         """The gradient of a parameter that is the user's own, if there is one."""
         with Plain():
-            return self._by_name[name].parameter.grad if name in self.own else None
+            return self._by_name[name].parameter.grad if name in self.own and not self.used.there([name]) else None
 
     def owned(self) -> Iterator[tuple[str, Tensor]]:
         """The gradients that are the user's own, each after the name of its parameter."""

@@ -60,7 +60,7 @@ class WholeParameters:
         trained = [bound for bound in self._records if bound.tensor().requires_grad]
         self._trained = {bound.name for bound in trained}
         self._gradients.stay_put()
-        for bound in trained[:1]:  # one tells of a backward
+        for bound in trained if self._gradients.are_used else trained[:1]:  # one tells of a backward
             self._gradients.watch(bound)
 
     def _hold(self, bound: BoundParameter) -> None:

@@ -45,7 +45,8 @@ class Touches:
         A parameter may be updated as soon as its gradient is complete and its bytes are not needed again in this backward call. A gradient
         comes in one piece where all uses are in one graph; a use under `no_grad` inside a forward is the mark of re-entrant checkpointing,
         whose recomputations are graphs of their own, each with a gradient of its own. And a use through `detach()` may need the bytes after
-        the gradient has come. In both cases the gradient is kept and the update waits until the backward call ends.
+        the gradient has come. In both cases the gradient is kept and the update waits until the backward call ends. Where parameters keep their
+        bytes nobody counts uses: the trace of the forward has counted them (`Whole.may_update`).
     """
 
     layout: Layout
@@ -183,6 +184,15 @@ def norm_trace(layout: Layout, names: Iterable[str], *, formats: Formats, scratc
             for part, touches in gradient_parts(layout, name, writes=False)
             if formats.is_trained(part.chunk, layout)
         )
+    )
+
+
+def kept_gradients(trace: Trace, layout: Layout) -> frozenset[str]:
+    """The parameters whose gradients wait: for the step or, where they are used as they arrive, for the end of the backward."""
+    return frozenset(
+        layout.owner(moment.label)
+        for moment in trace.moments
+        if any(touch.ref.plane == GRAD for touch in moment.touches)
     )
 
 

@@ -113,7 +113,8 @@ def build_step(
         executor=executor,
         late_planes=late_planes,
         passes=setup.passes or {},
-        sizes=lambda: (setup.state_bytes, setup.gradient_bytes),
+        kept_in=setup.kept_gradients,
+        sizes=setup.sizes,
         budgets=budgets,
         why=setup.by_use,
     )
@@ -220,7 +221,7 @@ def _build_training(
     parts["updates"] = OptimizerStep(planner=planner, passes=passes, **parts)
     parts |= {"touches": touches, "hypers": hypers}
     if setup.gradients is GradientUse.UPDATE:
-        return InBackwardTraining(is_watched=is_watched, **parts)
+        return InBackwardTraining(is_watched=is_watched, whole=whole, **parts)
     return DeferredTraining(
         late_planes=late_planes, passes=passes, max_grad_norm=memory.max_grad_norm, whole=whole, **parts
     )

@@ -22,6 +22,7 @@ from patrickstar.plan.fit import advise, expect_room, worst_moment
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.simulate import Simulation
+from patrickstar.plan.touches import kept_gradients
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.paper_run import PaperRun
 from patrickstar.session.smallest import smallest_budgets
@@ -150,12 +151,13 @@ def _forecast(
     places = setup.places(model, names_by_id(named))
     fitting = FittingBlocks(tracer=tracer, budgets=budgets, places=places, start=start)
     try:
-        step = fitting.foresee(model, named, (), inputs, in_blocks=False)[0].trace
+        foreseen = fitting.foresee(model, named, (), inputs, in_blocks=False)[0]
     except CannotTrace as problem:
         raise Error(f"the model cannot be traced without running it, so there is no forecast: {problem}") from problem
-    whole_gradients = _whole_gradients(setup, step)
+    step = foreseen.trace
+    whole_gradients = _whole_gradients(setup, step, by_chance=foreseen.by_chance)
     clips = clip or memory.max_grad_norm is not None
-    late = _with_gradients(step, layout)
+    late = kept_gradients(step, layout)
     takes_norm = clips and not in_backward
     planner = setup.planner(choice)
 
@@ -211,11 +213,12 @@ def _forecast(
     )
 
 
-def _whole_gradients(setup: Setup, step: Trace) -> int | None:
+def _whole_gradients(setup: Setup, step: Trace, *, by_chance: bool) -> int | None:
     """Bytes of gradients that no trace has, where parameters keep their bytes in such a step; None where they are bound by use."""
-    if setup.by_use or not setup.budgets.hold(setup.state_bytes, step.peak):
+    state_bytes, gradient_bytes = setup.sizes(setup.kept_gradients(None if by_chance else step))
+    if setup.by_use or not setup.budgets.hold(state_bytes, step.peak):
         return None
-    return setup.gradient_bytes
+    return gradient_bytes
 
 
 def _kept_bytes(budgets: Budgets, ran: Sequence[tuple[Simulation, Trace]], *, slot_bytes: int) -> int:
@@ -232,15 +235,6 @@ def _kept_bytes(budgets: Budgets, ran: Sequence[tuple[Simulation, Trace]], *, sl
     as_it_comes = slots + int(max(trace.peak for _, trace in ran) * found.retains)
     peak = max(simulated.peak[tier.label] for simulated, _ in ran)
     return max(0, min(as_it_comes, budgets.machine.budget[tier] + EARLY_BYTES) - peak)
-
-
-def _with_gradients(step: Trace, layout: Layout) -> set[str]:
-    """The parameters whose gradients wait: for the step or, where they are used as they arrive, for the end of the backward."""
-    return {
-        layout.owner(moment.label)
-        for moment in step.moments
-        if any(touch.ref.plane == GRAD for touch in moment.touches)
-    }
 
 
 def _full_disk(memory: MemoryOptions, budget: Mapping[str, int]) -> str:

@@ -108,9 +108,10 @@ class PaperRun:
         self._carry_out(draft, step)
         self.state, self.peak[tier] = start, peak  # whose gradients are in slots
         self._note_peak(draft.trace.peak + gradient_bytes)
-        for name in self.trained:
-            for part in layout.parts(name):
-                self._use(pilot, name, [Touch(PlaneRef(part.chunk, plane), True) for plane in (EXP_AVG, EXP_AVG_SQ)])
+        chunks = {part.chunk for name in self.trained for part in layout.parts(name)}
+        chunks |= {ref.chunk for ref in self.forward.touched(EXP_AVG)}  # of those that are updated in the backward
+        for chunk in sorted(chunks):
+            self._use(pilot, "", [Touch(PlaneRef(chunk, plane), True) for plane in (EXP_AVG, EXP_AVG_SQ)])
         self._note_peak(gradient_bytes)
 
     def _note_peak(self, beside_bytes: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +31,7 @@ from patrickstar.plan.placement import place, place_gradients, place_on_all_tier
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.planner import Planner
 from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
-from patrickstar.plan.touches import Touches, UseCounts, norm_trace, step_trace
+from patrickstar.plan.touches import Touches, UseCounts, kept_gradients, norm_trace, step_trace
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.step.budgets import Budgets, find_budgets
 from patrickstar.step.overflow import overflow_bytes
@@ -67,10 +67,10 @@ class Setup:
     @property
     def by_use(self) -> str:
         """The reason why parameters are bound by use; empty where they keep their bytes for the whole session. See Note [Whole] in the binding."""
-        if self.never_whole or self.budgets.hold(self.state_bytes, self.budgets.passes.update):
+        least, _ = self.sizes(self.kept_gradients(Trace(())))
+        if self.never_whole or self.budgets.hold(least, self.budgets.passes.update):
             return self.never_whole
-        states, room = format_bytes(self.state_bytes), format_bytes(self.budgets.room_bytes())
-        return f"{states} of model states do not fit in {room}"
+        return f"{format_bytes(least)} of model states do not fit in {format_bytes(self.budgets.room_bytes())}"
 
     @property
     def never_whole(self) -> str:
@@ -79,26 +79,24 @@ class Setup:
             "asked for": self.binding != "whole",
             "16-bit weights have masters": self.precision.mixed,
             "Options(tile_rows=)": self.memory.options.tile_rows is not None,
-            'step="in_backward"': self.gradients is GradientUse.UPDATE,
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of all model states together, on the tier that computes."""
+    def kept_gradients(self, trace: Trace | None) -> frozenset[str]:
+        """The parameters whose gradients are kept beyond their arrival in a step with this trace; None: nobody knows its trace."""
+        if self.gradients is GradientUse.UPDATE and trace is not None:
+            return kept_gradients(trace, self.layout)
+        return frozenset(() if self.gradients is GradientUse.NONE else self.layout.slices)
+
+    def sizes(self, kept: Collection[str]) -> tuple[int, int]:
+        """Bytes of all model states together on the tier that computes, with these gradients as tensors of fp32; and of these alone."""
         formats, layout = self.formats.now, self.layout
         units = formats.units(layout, tuple(plane for plane in self.gradients.planes if plane != GRAD))
         slots = sum(slots_of(ref, layout, formats) for ref in units)
-        return slots * bytes_of_slot(layout, formats) + self.gradient_bytes
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of all gradients, as tensors of fp32."""
-        formats, layout = self.formats.now, self.layout
-        if self.gradients is GradientUse.NONE:
-            return 0
-        trained = [place for place in layout.slices.values() if formats.is_trained(place.chunk, layout)]
-        return sum(block_bytes(4 * place.numel, self.budgets.device.type) for place in trained)
+        places = [place for name, place in layout.slices.items() if name in kept]
+        trained = [place for place in places if formats.is_trained(place.chunk, layout)]
+        gradient_bytes = sum(block_bytes(4 * place.numel, self.budgets.device.type) for place in trained)
+        return slots * bytes_of_slot(layout, formats) + gradient_bytes, gradient_bytes
 
     def places(self, model: nn.Module, names: Mapping[int, str]) -> tuple[Place, ...]:
         """The outermost blocks of a model that may be bound at once. `names`: of its parameters, by `id()`."""

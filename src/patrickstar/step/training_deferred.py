@@ -191,7 +191,6 @@ class DeferredTraining(Training):
         ]
         self.whole.update(names, hypers, self.steps)
         self.updates.seconds = time.perf_counter() - began
-        self.binding.changes.stepped(names)
         stretch = self.executor.pilot.stretch
         stretch.gives_gradients()  # of which most have not been told of
         stretch.finish()

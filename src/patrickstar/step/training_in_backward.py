@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -16,6 +18,8 @@ from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.stretch import Stretch
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.training import Training
+from patrickstar.step.whole import Whole
+from patrickstar.torch_private import backward_id
 
 __all__ = ["InBackwardTraining"]
 
@@ -36,29 +40,39 @@ class InBackwardTraining(Training):
     Where the plan has a chunk updated whole, gradients are gathered in it, and the last one of it begins its update. See Note [Pending step].
 
     Attributes:
-        is_watched: tells whether somebody may write to weights unseen.
+        is_watched: tells whether somebody may write to weights unseen. whole: updates parameters as long as they keep their bytes.
     """
 
     in_backward = True
 
     is_watched: Callable[[], bool]
+    whole: Whole
 
     _backward_hypers: Mapping[str, Hyper] = field(default_factory=dict)
     _updated: set[str] = field(default_factory=set)
     _spent: set[str] = field(default_factory=set)  # by steps before, and not zeroed since
     _postponed: set[str] = field(default_factory=set)
+    _added: set[str] = field(default_factory=set)  # to gradients of the user's own, which the step uses
     _unfinished: bool = False
     _stretch: Stretch | None = None  # whose chunks are gathered
 
     def __post_init__(self) -> None:
         self._order = PendingStep(self.updates, {}, {}, Trace(()))  # which takes no gradient
+        self.binding.gradients.comes = partial(InBackwardTraining._arrives, weakref.proxy(self))
 
     # gradients arriving
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Takes a gradient that has arrived: updates its parameter with it, or keeps it until the backward ends."""
+        if not self.whole.why:
+            if name in self._backward_hypers and name not in self._added:
+                if name not in self._postponed and self.whole.may_update(name):
+                    self._update({name}, self._backward_hypers)
+                else:
+                    self._postponed.add(name)
+            return
         bound = self.binding.records[name]
-        self._arrives()
+        self._arrives(name)
         owner = bound.owner
         hyper = self._backward_hypers.get(owner)
         # Where the user's loop has left a gradient before (from before manage(), say), it is part of the sum.
@@ -76,20 +90,27 @@ class InBackwardTraining(Training):
             if hyper is not None:
                 self._postponed.add(owner)
 
-    def _arrives(self) -> None:
-        """Notes that a backward has a gradient to give."""
+    def _arrives(self, name: str) -> None:
+        """Notes that a backward has a gradient to give; where parameters keep their bytes, before it is added to `p.grad`."""
         stretch = self.executor.pilot.stretch
         if not stretch.gave_gradients:
             stretch.gives_gradients()
         if self._bringing is None:
             if self._updated and not self._is_nested:
                 raise StateError(_SECOND_BACKWARD)
+            if not self.whole.why:
+                self._spent = set(self.binding.gradients.used.there(self._spent))
             if self._spent:
                 raise StateError(f"a backward after a step whose gradients were not zeroed: {_NOT_ZEROED}")
             self._backward_hypers = dict(self.hypers())
             self._begin_gathering()
             self._unfinished = True
         self._notice_gradient()
+        if not self.whole.why:
+            if name in self._updated:
+                raise StateError(_SECOND_BACKWARD)
+            if name not in self._postponed and self.binding.gradients.own_of(name) is not None:
+                self._added.add(name)
 
     def _backward_ends(self, inside: bool) -> None:
         super()._backward_ends(inside)
@@ -101,17 +122,30 @@ class InBackwardTraining(Training):
 
     def _update_postponed(self) -> None:
         names, self._postponed = self._postponed, set()
+        if not self.whole.why:  # and somebody may have set `p.grad` to None
+            names = {name for name in names if self.binding.gradients.own_of(name) is not None}
         self._update(names, self._backward_hypers)
 
     def _update_rest(self) -> None:
         """Updates parameters whose gradient no backward has used: one from before `manage`, or assigned as `p.grad`."""
         hypers = self.hypers()
-        left = self.in_chunks.names | {name for name, _ in self.binding.gradients.owned()}
-        self._update({name for name in left - self._updated if name in hypers}, hypers)
+        own = {name for name, _ in self.binding.gradients.owned()}
+        if again := sorted(own & self._updated):
+            raise StateError(f".grad of {some(again, most=8)} was assigned a tensor after the backward: {_NOT_ZEROED}")
+        left = {name for name in (self.in_chunks.names | own) - self._updated if name in hypers}
+        if self.whole.why:
+            self._update(left, hypers)
+        else:
+            self.whole.update(sorted(left), hypers, self.steps)  # from gradients that stay
 
     def _update(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
         """Updates parameters now, from gradients that are kept, which are let go then, or from the user's own."""
         if not names:
+            return
+        if not self.whole.why:
+            self.whole.update(sorted(names), hypers, self.steps)
+            self._updated.update(names)
+            self.binding.gradients.used.put(names)
             return
         self._updated.update(names)
         self._unfinished = True
@@ -184,6 +218,7 @@ class InBackwardTraining(Training):
     def zero_grad(self, *, set_to_none: bool, names: Iterable[str] | None = None) -> None:
         """Forgets the gradients of parameters, used ones too, or makes them zero. `names`: which parameters; None: all."""
         names = None if names is None else set(names)
+        self.binding.gradients.used.forget(names)
         self._spent -= self._spent if names is None else names
         super().zero_grad(set_to_none=set_to_none, names=names)
 
@@ -206,8 +241,17 @@ class InBackwardTraining(Training):
         own = {name for name, _ in self.binding.gradients.owned()}  # which autograd adds to, as ever
         self._spent = (self._updated & self.binding.by_name.keys()) - own
         self._updated.clear()
+        self._added.clear()
         self._bringing, self._is_nested = None, False
         self.stretches.step_ended()
+
+    def expect_whole(self) -> None:
+        """Raises StateError where an exception has left an update of the parameters half done."""
+        if backward_id() == -1 and not self.whole.why:
+            if self._is_nested:
+                self._end()  # of the backward around the last one: nobody has told of it
+            self._spent = set(self.binding.gradients.used.there(self._spent))
+        super().expect_whole()
 
     def _half_done(self) -> str:
         if not self._unfinished and not self.updates.is_half_done:
@@ -223,6 +267,5 @@ class InBackwardTraining(Training):
         self._order.arrivals.clear()
         for gradient in sorted(self._order.frees & self.executor.store.state.home.keys()):
             self.executor.release(gradient)
-        self._updated.clear()
-        self._spent.clear()
-        self._postponed.clear()
+        for names in (self._updated, self._spent, self._postponed, self._added):
+            names.clear()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, WEIGHT, PlaneRef
-from patrickstar.core.trace import Phase, Touch
+from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.errors import BudgetError, StateError
 from patrickstar.memory.interruptions import interruptions_put_off
 from patrickstar.optim.hyper import Hyper
@@ -22,6 +21,7 @@ from patrickstar.step.budgets import Budgets
 from patrickstar.step.executor import Executor
 from patrickstar.step.known_forwards import KnownForward
 from patrickstar.step.late_planes import LatePlanes
+from patrickstar.torch_private import has_views
 from patrickstar.units import format_bytes
 
 __all__ = ["Whole"]
@@ -46,9 +46,11 @@ class Whole:
     """Parameters that keep their bytes: updates them all at once, and lets them go where they do not fit any more.
 
     Attributes:
-        passes: by type of device. sizes: gives the bytes of all model states, and those of gradients, which are no units and in no trace.
+        passes: by type of device. kept_in: gives the parameters whose gradients wait in a step with a trace, or with one that nobody knows.
+        sizes: gives the bytes of all model states with these gradients, which are no units and in no trace, and those of the gradients alone.
         why: why parameters are bound by use; empty as long as they are not.
         left: is called where they are from now on.
+        kept: the parameters whose gradients wait in the step under way.
     """
 
     binding: Binding
@@ -56,16 +58,24 @@ class Whole:
     executor: Executor
     late_planes: LatePlanes
     passes: Mapping[str, Passes]
-    sizes: Callable[[], tuple[int, int]]
+    kept_in: Callable[[Trace | None], frozenset[str]]
+    sizes: Callable[[frozenset[str]], tuple[int, int]]
     budgets: Budgets
     why: str
 
     left: Callable[[], None] = lambda: None
+    kept: frozenset[str] = field(init=False)
     _places: dict[str, list[_Place]] = field(default_factory=dict)
+    _known: dict[frozenset[str], tuple[int, int]] = field(default_factory=dict)
 
-    @cached_property
+    def __post_init__(self) -> None:
+        self.kept = self.kept_in(Trace(()))
+
+    @property
     def _sizes(self) -> tuple[int, int]:
-        return self.sizes()
+        if self.kept not in self._known:
+            self._known[self.kept] = self.sizes(self.kept)
+        return self._known[self.kept]
 
     @property
     def needed_bytes(self) -> int:
@@ -79,7 +89,7 @@ class Whole:
 
     def sizes_changed(self) -> None:
         """Notes that there are other units, or units of other sizes."""
-        self.__dict__.pop("_sizes", None)
+        self._known.clear()
 
     # the end of it
 
@@ -91,6 +101,8 @@ class Whole:
         Raises:
             BudgetError: something holds their memory: a graph whose backward is still to come, a view. Nothing has changed then.
         """
+        if torch.is_grad_enabled():
+            self.kept = self.kept_in(None if expected.by_chance else expected.trace)
         if self.why or not self.budgets.bind:
             return not self.why
         beside, states, room = reserve_bytes(), self._sizes[0], self.budgets.room_bytes()
@@ -123,12 +135,21 @@ class Whole:
                 smallest_bytes=needed,
             )
         self.why = why
+        self.binding.gradients.used.forget()
         self.left()
         _log.info("parameters are bound by use from now on: %s", why)
 
     # updates
 
-    def update(self, names: Iterable[str], hypers: Mapping[str, Hyper], steps: dict[str, int]) -> None:
+    def may_update(self, name: str) -> bool:
+        """Tells whether a gradient that has just come is whole, and the value of before the update is needed no more.
+
+        A use of the parameter through a view (`p.detach()`, `p.data`) may be, as long as anybody has one. See Note [Updates in backward].
+        """
+        is_foreseen = self.executor.pilot.stretch.gradient_bytes is not None and name not in self.kept
+        return is_foreseen and not has_views(self.binding.by_name[name].tensor())
+
+    def update(self, names: Collection[str], hypers: Mapping[str, Hyper], steps: dict[str, int]) -> None:
         """Updates these parameters from their gradients, and counts it in `steps`.
 
         Raises:
@@ -154,6 +175,7 @@ class Whole:
                     update_all(self.passes[device], planes, step=step, hyper=hyper)
                 for name in names:
                     steps[name] = steps.get(name, 0) + 1
+        self.binding.changes.stepped(names)
 
     def _pieces(self, name: str) -> list[_Place]:
         """The pieces of a parameter, with averages of zero where it has had none."""
