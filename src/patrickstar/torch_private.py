@@ -21,6 +21,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
+    "NotInference",
     "Plain",
     "Seen",
     "Undispatched",
@@ -42,6 +43,7 @@ __all__ = [
     "is_compiling",
     "is_profiled",
     "next_sequence_number",
+    "no_gradients",
     "one_thread_here",
     "overrides_are_on",
     "refuse_reads",
@@ -56,6 +58,12 @@ __all__ = [
 
 Plain = torch._C.DisableTorchFunctionSubclass
 """Context in which tensor subclasses behave as plain tensors."""
+
+NotInference = partial(torch._C._InferenceMode, False)
+"""Context in which tensors that are made are no inference tensors. Gradients are on in it, as in torch's own, which is five calls."""
+
+no_gradients: Callable[[], None] = partial(torch._C._set_grad_enabled, False)
+"""Switches gradients off, inside of `NotInference` until its end."""
 
 Unseen = torch._C.DisableTorchFunction
 """Context in which neither tensor subclasses nor modes see what is called."""

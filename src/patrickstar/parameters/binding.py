@@ -168,14 +168,14 @@ class Binding:
     def make_ordinary(self, records: Sequence[BoundParameter]) -> None:
         """Gives parameters the plain class, which no operation asks for them, and their gradients."""
         for bound in records:
-            bound.parameter.__class__ = self._plain_class
+            bound.tensor().__class__ = self._plain_class
         self.gradients.show(records)
 
     def make_managed(self, records: Sequence[BoundParameter]) -> None:
         """Gives parameters the class of those that are bound by use again."""
         self.gradients.hide(records)
         for bound in records:
-            bound.parameter.__class__ = self._parameter_class
+            bound.tensor().__class__ = self._parameter_class
 
     def release(self, data_of: Callable[[BoundParameter], Tensor | None]) -> None:
         """Turns every parameter into an ordinary one again, with the data given; where that is None, the parameter stays a stand-in."""

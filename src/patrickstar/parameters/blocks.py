@@ -8,6 +8,7 @@ Note [Blocks]
     Its backward begins with the backward of an output that the block has made, or with its recomputation where it ran without a graph. From
     then on its parameters have their bytes, and what autograd unpacks is there: one moment again. Each is let go of when its gradient has come, and
     all of them when another block begins, or with the backward. Nothing depends on it: what is unpacked elsewhere is fetched by itself.
+    Gradients that are kept, and come one after the other into the same chunk while a block is open, are one moment.
     Which blocks are bound is decided for each kind of forward, before it runs: the outermost whose moments fit, else those inside of them, else none.
 """
 
@@ -93,7 +94,7 @@ class Blocks:
     """The blocks of a model under management. See Note [Blocks].
 
     Attributes:
-        bound: paths of the blocks whose parameters are ordinary ones while they run.
+        bound: paths of the blocks whose parameters are ordinary ones while they run. opened: the block that is open in a backward.
     """
 
     def __init__(self, model: nn.Module, binding: Binding) -> None:
@@ -104,7 +105,7 @@ class Blocks:
         self._blocks: dict[int, Block] = {}
         self._watched: list[Watched] = []
         self._ordinary: dict[BoundParameter, int] = {}  # how many calls have made it so
-        self._opened: Block | None = None  # in a backward
+        self.opened: Block | None = None
         binding.gradients.arrives = partial(Blocks._arrives, weakref.proxy(self))
 
     def watch(self) -> None:
@@ -168,7 +169,7 @@ class Blocks:
                 raise
             return run()  # there is no room for all at once: by use
         changes = self._binding.changes
-        watched = changes.watch_call(type(module).__name__, [bound.parameter for bound in block.records])
+        watched = changes.watch_call(type(module).__name__, [bound.tensor() for bound in block.records])
         memory = [bound.tensor().untyped_storage()._cdata for bound in block.records]
         first_node = next_sequence_number()
         try:
@@ -237,31 +238,32 @@ class Blocks:
                 return  # there is no room for all at once: each is fetched where it is needed
 
     def _open(self, block: Block, tell: Tell) -> None:
-        if self._opened is block:
+        if self.opened is block:
             return
         with self._access.lock, Plain():
             self.close()
-            self._access.enter(block.records, tell)
-            self._opened = block
-            self._access.open.update(block.records)
+            leased = self._access.enter(block.records, tell)
+            self.opened = block
+            self._access.open.update({bound: leased[bound.key] for bound in block.records})
         at_end_of_backward(self.close)
 
     def _arrives(self, bound: BoundParameter) -> None:
         """Takes its bytes from a parameter of the open block whose gradient has come: they are not needed again, and may be updated."""
-        if bound in self._access.open:
-            self._access.open.discard(bound)
-            self._access.leave([bound])
-            if not any(left.parameter.requires_grad for left in self._access.open):
-                self.close()
+        del self._access.open[bound]
+        self._access.leave([bound])
+        for left in self._access.open:
+            if left.tensor().requires_grad:
+                return
+        self.close()
 
     def are_held(self) -> bool:
-        """Tells whether there are blocks, and something holds weights: perhaps a view of one that has outlived its block."""
-        return bool(self.bound) and any(ref.plane == WEIGHT for ref in self._access.leases.held())
+        """Tells whether something holds weights: perhaps a view of one that has outlived its block."""
+        return any(ref.plane == WEIGHT for ref in self._access.leases.held())
 
     def close(self) -> None:
         """Closes the block that a backward has opened, if there is one."""
-        if self._opened is not None:
-            self._opened = None
+        if self.opened is not None:
+            self.opened = None
             with self._access.lock, Plain():
                 self._access.leave(list(self._access.open))
             self._access.open.clear()

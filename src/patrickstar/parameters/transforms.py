@@ -26,9 +26,15 @@ _COMPILED = (
 
 def expect_not_compiled(model: nn.Module) -> None:
     """Raises StateError where a module of the model is to run compiled (`torch.compile(module)`, `module.compile()`)."""
-    for path, module in model.named_modules():
+    paths = {model: ""}  # found here, as `named_modules()` is some six calls a module, before each forward
+    modules = [model]
+    for module in modules:
         if module._compiled_call_impl or "_orig_mod" in module._modules:
-            raise StateError(f"{path or type(model).__name__}: {_COMPILED}")
+            raise StateError(f"{paths[module].lstrip('.') or type(model).__name__}: {_COMPILED}")
+        for name, child in module._modules.items():
+            if child is not None and child not in paths:
+                paths[child] = f"{paths[module]}.{name}"
+                modules.append(child)
 
 
 def expect_no_transform(what: str) -> None:

@@ -17,7 +17,7 @@ from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.owner import Owner
 from patrickstar.parameters.transforms import expect_no_transform
 from patrickstar.plan.touches import UseCounts
-from patrickstar.torch_private import Plain, backward_id, transform_level
+from patrickstar.torch_private import NotInference, Plain, backward_id, transform_level
 
 __all__ = ["WeightAccess"]
 
@@ -32,7 +32,7 @@ class WeightAccess:
     Attributes:
         records, owner, leases: as given. lock: held while bytes are given and taken.
         held: how many uses and module calls hold a parameter now, of those that are held.
-        open: parameters that a block's backward holds.
+        open: parameters that a block's backward holds, each with the 1-D tensor that it lies in, which is the same for all who ask meanwhile.
         in_blocks: parameters of blocks, by `id()`.
         recomputed: versions of parameters, by `id()`, at which a recomputation of a forward, in backward, has left them.
     """
@@ -55,7 +55,7 @@ class WeightAccess:
         self._base = base
         self.lock = threading.RLock()
         self.held: dict[BoundParameter, int] = {}
-        self.open: set[BoundParameter] = set()
+        self.open: dict[BoundParameter, Tensor] = {}
         self.in_blocks: set[int] = set()
         self.recomputed: dict[int, int] = {}
         self._in_unit: dict[PlaneRef, tuple[list[int], list[BoundParameter]]] = {}  # by rising offset, in bytes
@@ -67,10 +67,10 @@ class WeightAccess:
 
     def enter(
         self, found: Sequence[BoundParameter], tell: Callable[[str, Sequence[Touch]], None] | None = None
-    ) -> None:
-        """Gives parameters bytes. Each `enter` has one `leave`. `tell`: has their units fetched; None: as for a use, which is counted."""
+    ) -> Mapping[WeightKey, Tensor]:
+        """Gives parameters bytes, in the tensors given back; each has one `leave`. `tell`: fetches units; None: as for a use, which is counted."""
         if not found:
-            return
+            return {}
         if transform_level() is not None:
             expect_no_transform(f"a use of {found[0].name}")
         with self.lock:
@@ -80,17 +80,15 @@ class WeightAccess:
             if tell is None and backward_id() == -1:  # else it is part of a recomputation
                 self._count(found)
             (tell or self.owner.use)(found[0].name, touches)
-            units = [self.leases.take(touch.ref) for touch in touches]  # none may leave while copies are made
-            leased = {bound.key: self.lease(bound.key) for bound in found}
-            del units
-            for bound in found:
+            leased: dict[WeightKey, Tensor] = {touch.ref: self.leases.take(touch.ref) for touch in touches}
+            for bound in found:  # none of these units may leave while copies are made
+                if bound.key not in leased:
+                    leased[bound.key] = self.lease(bound.key)
                 self.held[bound] = self.held[bound] + 1 if bound in self.held else 1
                 if self.held[bound] == 1:
-                    if torch.is_inference_mode_enabled():
-                        with torch.inference_mode(False):
-                            bound.tensor().data = bound.over(leased[bound.key])
-                    else:
+                    with NotInference():
                         bound.tensor().data = torch.as_strided(leased[bound.key], *bound.view)
+            return leased
 
     def _count(self, found: Sequence[BoundParameter]) -> None:
         """Counts a use of these parameters: apart from the graph where autograd does not record it as one of the parameters themselves."""
@@ -157,10 +155,12 @@ class WeightAccess:
     def unpack(self, key: WeightKey) -> Tensor:
         """The 1-D tensor over a unit or a copy, for a backward that needs what a use has saved."""
         with self.lock, Plain():
-            first = self.parameters_in(key)[0]
+            first = self._in_unit[key][1][0] if isinstance(key, PlaneRef) else self.records[key]
+            if first in self.open and first.key == key:
+                return self.open[first]
             units = []
             for ref in first.refs:
-                if not any(bound in self.open for bound in self.parameters_in(ref)):
+                if self.open.keys().isdisjoint(self._in_unit[ref][1]):
                     self.owner.unpack(first.name, (Touch(ref),))
                 units.append(self.leases.take(ref))
-            return units[0] if key == first.ref else self.lease(key)
+            return units[0] if key == first.refs[0] else self.lease(key)

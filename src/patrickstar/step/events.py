@@ -157,7 +157,8 @@ class Events:
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Hands a gradient that has arrived on to training. StateError where it is sparse."""
-        self.check_watch()
+        if self.to.escaped.watched:
+            self.to.escaped.check()
         if gradient.layout is not torch.strided:
             raise StateError(
                 f"{name} has a gradient of layout {gradient.layout}: sparse gradients cannot be managed; use sparse=False"
@@ -254,7 +255,8 @@ class Events:
         """Takes a backward that has begun for over, by its end or by an exception: state is read or written by nobody inside of one."""
         if self._in_backward and backward_id() == -1:
             self._in_backward = False
-            self.to.stretches.blocks.close()
+            if self.to.stretches.blocks.opened is not None:
+                self.to.stretches.blocks.close()
             self.to.stretches.abandon()
 
 

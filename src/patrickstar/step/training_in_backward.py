@@ -16,6 +16,7 @@ from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.stretch import Stretch
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.training import Training
+from patrickstar.torch_private import backward_id
 
 __all__ = ["InBackwardTraining"]
 
@@ -89,7 +90,8 @@ class InBackwardTraining(Training):
             self._backward_hypers = dict(self.hypers())
             self._begin_gathering()
             self._unfinished = True
-        self._notice_gradient()
+        if self._bringing != backward_id():
+            self._notice_backward()
 
     def _backward_ends(self, inside: bool) -> None:
         super()._backward_ends(inside)
