@@ -37,7 +37,6 @@ def update(
     update_all([(weight, grad, exp_avg, exp_avg_sq)], step=step, hyper=hyper)
 
 
-@torch.no_grad()
 def update_all(tensors: Sequence[tuple[torch.Tensor, ...]], *, step: int, hyper: Hyper) -> None:
     """Updates many tensors, each as (weight, gradient, exp_avg, exp_avg_sq), in one call of torch's."""
     bodies, rests = list[tuple[torch.Tensor, ...]](), list[tuple[torch.Tensor, ...]]()
