@@ -106,6 +106,10 @@ MOVING: tuple[Mutant, ...] = (
         never("writes"),
         f"{LINE}[forward backward grad(0) forward backward grad(0) step-fp32-emulated]",
     ),
+    Fault("a-gradient-is-put-where-the-others-of-its-chunk-were-let-go-of", "step.executor:Executor.use").by(
+        replace("state.newest.get(...) != {self._compute}", "False"),
+        "tests/session/test_blocks.py::test_gradients_that_are_used_between_two_of_a_block_have_the_same_bits[let go of]",
+    ),
     Fault("a-failed-transfer-is-not-undone", "memory.store:ChunkStore._land").by(
         replace("with InterruptionsPutOff(): ...", "self._note([issue]); pass"),
         "tests/session/test_flights.py::test_a_transfer_that_fails_moments_later_names_what_issued_it_and_can_be_done_again",

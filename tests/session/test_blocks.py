@@ -298,7 +298,8 @@ def test_gradients_that_are_used_between_two_of_a_block_have_the_same_bits(what)
 
     plain, model = build(), build()
     for each in (plain, model):
-        each.blocks[3].up.weight.register_post_accumulate_grad_hook(lambda _, each=each: use(each))
+        for parameter in each.blocks[3].parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, each=each: use(each))
     train_both(plain, model, **LARGER)
 
 

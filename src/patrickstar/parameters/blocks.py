@@ -134,13 +134,10 @@ class Blocks:
                 records = tuple(bound for bound in found if bound is not None)
                 self._blocks[id(module)] = Block(path, module, records)
                 new.append(module)
-        for method in (
-            "forward",
-            "_call_impl",
-        ):  # torch looks for hooks of the former; of the others, hooks belong to the call
-            kinds = [
-                module for module in new if isinstance(module, (*FUSED, nn.TransformerEncoder)) == (method == "forward")
-            ]
+        # torch looks for hooks of the former; of the others, hooks belong to the call.
+        for method in ("forward", "_call_impl"):
+            is_forward = method == "forward"
+            kinds = [module for module in new if isinstance(module, (*FUSED, nn.TransformerEncoder)) == is_forward]
             self._watched.append(watch_calls(kinds, self, method))
 
     def remove(self) -> None:
