@@ -11,23 +11,29 @@ weight goes from its use to the end of its update, from the disk and back to it:
 
 Counts are exact for given code, Python and torch. How the work of moving is divided between unpacking and gradients hangs on ties in the
 plan; how much it is in all does not.
+
+And what a step of a decoder costs beyond plain PyTorch, a parameter: forward, backward, step and zero_grad of GPT-2 blocks that are bound whole, by
+block and by use, once plans repeat. Where chunks move, every block is fetched in the forward and again in the backward.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import statistics
 import sys
 import tempfile
 import textwrap
+import unittest.mock
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,6 +41,8 @@ from machine import describe_machine
 from spans import Span, Spans
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import GPT2Config
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import patrickstar
 from patrickstar.memory.lanes import InlineLane
@@ -47,6 +55,8 @@ CHUNK = WIDTH * WIDTH
 BATCH = 1  # activations take next to no room, so that each use under a tight budget is like the next
 STEPS = 3  # of which the last is counted
 EVENTS = ("use", "unpack", "gradient")
+BINDINGS = (("whole", False), ("blocks", False), ("blocks", True), ("use", False), ("use", True))
+DECODER_STEPS = 8  # of which the last is counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +118,18 @@ def main() -> int:
             for moves in ((False, True) if place.tight else (False,))
         ]
         weight = route_of_a_weight(disk)
+        decoder = [measure_decoder(binding, moves=moves, disk=disk) for binding, moves in BINDINGS]
     result = {
         "what": "calls of functions in Python and in C: for a use of a parameter, the unpacking of a saved weight, the arrival of a gradient",
         "model": {"layers": LAYERS, "width": WIDTH, "batch": BATCH, "chunk_size": CHUNK},
         "rows": rows,
         "weight": weight,
+        "decoder": decoder,
         "command": " ".join(["python", "benchmarks/calls.py", *sys.argv[1:]]),
         "machine": describe_machine(),
     }
     text = json.dumps(result, indent=2)
-    print(text if arguments.json else report(rows, weight))
+    print(text if arguments.json else report(rows, weight, decoder))
     if arguments.write:
         (Path(__file__).parent / "results" / "calls.json").write_text(text + "\n")
     return 0
@@ -284,7 +296,70 @@ def take_step(
     return [*stats, session.stats()]
 
 
-def report(rows: Sequence[Mapping[str, Any]], weight: Mapping[str, Sequence[str]]) -> str:
+class Decoder(nn.Module):
+    """GPT-2 blocks, of 12 parameters each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = GPT2Config(n_embd=WIDTH, n_head=2, attn_pdrop=0.0, resid_pdrop=0.0, attn_implementation="sdpa")
+        self.blocks = nn.ModuleList(GPT2Block(config, layer_idx=layer) for layer in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, S, D]
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def measure_decoder(binding: str, *, moves: bool, disk: str | Path) -> dict[str, Any]:
+    """Calls a parameter of a decoder's step beyond plain PyTorch, where its blocks are bound so. NotMeasuredError as `measure` says."""
+    warm_up()
+    budget = {"host_memory": "2MiB" if moves else "256MiB", "disk": disk} if binding != "whole" else {}
+    plain, model, inputs = Decoder(), Decoder(), torch.randn(1, 4, WIDTH)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3, fused=True) for each in (plain, model)]
+    train(plain, optimizers[0], inputs)
+    base = calls_of(partial(train, plain, optimizers[0], inputs))
+    with unittest.mock.patch.dict(set_up.__kwdefaults__, binding=binding):
+        session = manage_inside(model, optimizers[1], make_lane=lambda _src, _dst: InlineLane(), **CPU, **budget)
+    with session:
+        for _ in range(DECODER_STEPS - 1):
+            stats = take_step(session, model, inputs, watched=nullcontext)
+        expect_planned(stats, moves=moves)
+        found = calls_of(partial(train, model, session.optimizer, inputs))
+        if session.stats().reactive_steps:
+            raise NotMeasuredError(f"a step was not planned: {session.stats().reason}")
+    python, c = ((now - before) / len(list(model.parameters())) for now, before in zip(found, base, strict=True))
+    moved = moved_bytes(stats[0], stats[-1])
+    return {"binding": binding, "moves": moves, "moved_bytes": moved, "python": round(python, 1), "c": round(c, 1)}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor) -> None:
+    """One step, all of it."""
+    model(inputs).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def calls_of(run: Callable[[], None]) -> tuple[int, int]:
+    """Calls in Python and in C that this thread does meanwhile."""
+    events: list[str] = []
+
+    def see(_frame: FrameType, event: str, _argument: object) -> None:
+        events.append(event)
+
+    gc.collect()
+    gc.disable()
+    sys.setprofile(see)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return events.count("call"), events.count("c_call")
+
+
+def report(
+    rows: Sequence[Mapping[str, Any]], weight: Mapping[str, Sequence[str]], decoder: Sequence[Mapping[str, Any]]
+) -> str:
     """Tables of the figures: medians as calls in Python + calls in C, and routes."""
     heads = ("place", "chunks", *EVENTS, "step")
     lines = ["{:14}{:8}{:>12}{:>12}{:>12}{:>16}".format(*heads)]
@@ -293,6 +368,9 @@ def report(rows: Sequence[Mapping[str, Any]], weight: Mapping[str, Sequence[str]
         step = f"{row['step']['python']} + {row['step']['c']}"
         chunks = "move" if row["moves"] else "rest"
         lines.append("{:14}{:8}{:>12}{:>12}{:>12}{:>16}".format(row["place"], chunks, *medians, step))
+    for row in decoder:
+        place, chunks = f"by {row['binding']}", "move" if row["moves"] else "rest"
+        lines.append("{:14}{:8}{:>52} a parameter".format(place, chunks, f"{row['python']} + {row['c']}"))
     routes = {f"{row['place']}: a use": row["route"] for row in rows if "route" in row}
     for what, found in {**routes, "cpu and disk: a weight up to its update": weight}.items():
         classes, files = found["classes"], found["files"]

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "OBSERVERS_KEY",
+    "NotInference",
     "Plain",
     "Seen",
     "Undispatched",
@@ -46,6 +47,7 @@ __all__ = [
     "is_profiled",
     "never_compile",
     "next_sequence_number",
+    "no_gradients",
     "one_thread_here",
     "overrides_are_on",
     "refuse_reads",
@@ -62,6 +64,12 @@ __all__ = [
 
 Plain = torch._C.DisableTorchFunctionSubclass
 """Context in which tensor subclasses behave as plain tensors."""
+
+NotInference = partial(torch._C._InferenceMode, False)
+"""Context in which tensors that are made are no inference tensors. Gradients are on in it, as in torch's own, which is five calls."""
+
+no_gradients: Callable[[], None] = partial(torch._C._set_grad_enabled, False)
+"""Switches gradients off, inside of `NotInference` until its end."""
 
 Unseen = torch._C.DisableTorchFunction
 """Context in which neither tensor subclasses nor modes see what is called."""

@@ -73,6 +73,16 @@ def test_a_use_an_unpacking_and_a_gradient_call_no_more_than_they_did(calls, mea
         assert now[event]["python"]["median"] <= before[event]["python"]["median"], event
 
 
+@pytest.mark.parametrize(
+    ("bound", "moves", "most"), [("whole", False, 10), ("blocks", False, None), ("blocks", True, None)]
+)
+def test_a_step_of_a_decoder_calls_no_more_than_it_did(calls, tmp_path, monkeypatch, bound, moves, most):
+    monkeypatch.setattr(calls, "LAYERS", 24)
+    kept = json.loads((ROOT / "benchmarks" / "results" / "calls.json").read_text())
+    (before,) = [row for row in kept["decoder"] if (row["binding"], row["moves"]) == (bound, moves)]
+    assert calls.measure_decoder(bound, moves=moves, disk=tmp_path)["python"] <= (most or before["python"])
+
+
 @pytest.mark.campaign
 def test_what_hooks_of_the_users_call_is_not_ours(calls, measured, monkeypatch):
     before = measured("unbounded", False)

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from patrickstar.core.machine import LINKS, Machine, Tier, link
+from patrickstar.core.machine import LINKS, Machine, Tier
 
 CPU_WITH_DISK = Machine(Tier.HOST, {Tier.HOST: 1 << 30, Tier.DISK: 5 << 30})
 DEVICE = Machine(Tier.DEVICE, {Tier.HOST: 2 << 30, Tier.DEVICE: 1 << 30})
@@ -20,7 +20,7 @@ def test_tiers_have_a_letter_and_a_word():
 
 def test_links_join_neighbours_both_ways():
     neighbours = [(Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DISK)]
-    assert sorted(LINKS) == sorted(itertools.chain(*((link(a, b), link(b, a)) for a, b in neighbours)))
+    assert sorted(LINKS) == sorted(itertools.chain(*((f"{a}>{b}", f"{b}>{a}") for a, b in neighbours)))
 
 
 @pytest.mark.parametrize("machine", [CPU_WITH_DISK, DEVICE])

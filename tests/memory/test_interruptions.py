@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from patrickstar.memory.interruptions import interruptions_put_off
+from patrickstar.memory.interruptions import InterruptionsPutOff
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def test_what_has_begun_ends_and_whoever_asked_is_told_then(depth: int) -> None:
     done = list[int]()
 
     def work(depth: int) -> None:
-        with interruptions_put_off():
+        with InterruptionsPutOff():
             if depth > 1:
                 work(depth - 1)
             else:
@@ -39,20 +39,20 @@ def test_what_has_begun_ends_and_whoever_asked_is_told_then(depth: int) -> None:
 
 
 def test_an_error_inside_is_not_hidden_by_nothing() -> None:
-    with pytest.raises(ValueError, match="own"), interruptions_put_off():
+    with pytest.raises(ValueError, match="own"), InterruptionsPutOff():
         raise ValueError("own")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_signal_that_is_ignored_stays_so_and_other_threads_touch_no_handler() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with interruptions_put_off():
+    with InterruptionsPutOff():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     signal.signal(signal.SIGINT, signal.default_int_handler)
     found = list[object]()
 
     def look() -> None:
-        with interruptions_put_off():
+        with InterruptionsPutOff():
             found.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=look)

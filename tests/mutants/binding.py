@@ -91,7 +91,7 @@ BINDING: tuple[Mutant, ...] = (
         returns("()"), f"{SAVED}::test_a_view_that_outlives_its_moment_keeps_its_slot"
     ),
     Fault("the-address-of-a-dead-lease-is-taken-for-its-slot", "memory.leases:Leases.locate").by(
-        never("_dead"),
+        never("dead"),
         "tests/parameters/test_leases.py::test_an_ordinary_tensor_is_never_taken_for_a_slot_that_was_let_go",
     ),
     Fault("the-executor-forgets-living-views", "step.executor:Executor._moment").by(

@@ -34,11 +34,11 @@ MOVING: tuple[Mutant, ...] = (
         drop("wait"), "tests/memory/test_store.py::test_zeros_are_there_when_a_unit_is_used"
     ),
     Fault("a-unit-leaves-before-its-zeros", "memory.works_under_way:WorksUnderWay._before_reading").by(
-        drop("if issue.src is not None: ..."),
+        drop("before", nth=2),
         "tests/memory/test_store.py::test_a_unit_that_leaves_at_once_leaves_with_its_zeros",
     ),
     Fault("slots-are-given-back-before-their-zeros", "memory.works_under_way:WorksUnderWay.give_slots").by(
-        replace("self._zeros(...)", "[]"),
+        assign("fence", "None", nth=1),
         "tests/memory/test_store.py::test_slots_that_are_given_back_at_once_have_their_zeros_behind_them",
     ),
     Fault("pages-go-back-before-works-end", "memory.arena:Arena.trim").by(
@@ -106,8 +106,12 @@ MOVING: tuple[Mutant, ...] = (
         never("writes"),
         f"{LINE}[forward backward grad(0) forward backward grad(0) step-fp32-emulated]",
     ),
+    Fault("a-gradient-is-put-where-the-others-of-its-chunk-were-let-go-of", "step.executor:Executor.use").by(
+        replace("state.newest.get(...) != {self._compute}", "False"),
+        "tests/session/test_blocks.py::test_gradients_that_are_used_between_two_of_a_block_have_the_same_bits[let go of]",
+    ),
     Fault("a-failed-transfer-is-not-undone", "memory.store:ChunkStore._land").by(
-        replace("with interruptions_put_off(): ...", "self._note([issue]); pass"),
+        replace("with InterruptionsPutOff(): ...", "self._note([issue]); pass"),
         "tests/session/test_flights.py::test_a_transfer_that_fails_moments_later_names_what_issued_it_and_can_be_done_again",
     ),
     Fault("the-budget-is-off-by-one-slot-where-there-is-no-plan", "plan.pilot:Pilot.decided").by(
@@ -138,8 +142,8 @@ MOVING: tuple[Mutant, ...] = (
     Fault("a-plan-is-followed-after-one-of-its-transfers-has-failed", "step.room:Room.carry_out").by(
         drop("depart"), "tests/session/test_flights.py::test_a_forward_goes_on_where_one_of_its_transfers_has_failed"
     ),
-    Fault("pages-that-come-with-a-transfer-do-not-count", "memory.works_under_way:WorksUnderWay._coming").by(
-        returns("[]"),
+    Fault("pages-that-come-with-a-transfer-do-not-count", "memory.works_under_way:WorksUnderWay.arriving_slots").by(
+        returns("0"),
         "tests/session/test_flights.py::test_slots_whose_pages_come_with_a_transfer_count_until_it_has_ended",
     ),
 )

@@ -17,13 +17,13 @@ DROPPED = "tests/session/test_after_manage.py::test_a_session_that_is_dropped_wi
 OUTSIDE: tuple[Mutant, ...] = (
     Fault(
         "an-interruption-comes-between-bytes-and-what-is-noted-of-them",
-        "memory.interruptions:interruptions_put_off",
+        "memory.interruptions:InterruptionsPutOff.__enter__",
     ).by(
-        replace("not callable(handler)", "callable(handler)"),
+        never("callable(handler) and ..."),
         "tests/memory/test_interruptions.py::test_what_has_begun_ends_and_whoever_asked_is_told_then",
     ),
-    Fault("an-interruption-that-was-put-off-is-forgotten", "memory.interruptions:interruptions_put_off").by(
-        drop("if came: ..."),
+    Fault("an-interruption-that-was-put-off-is-forgotten", "memory.interruptions:InterruptionsPutOff.__exit__").by(
+        drop("if len(self._handler_and_came) > 1: ..."),
         "tests/memory/test_interruptions.py::test_what_has_begun_ends_and_whoever_asked_is_told_then",
     ),
     Fault("a-work-is-taken-before-its-owner-is-noted", "memory.workers:Workers._next").by(

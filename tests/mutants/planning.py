@@ -84,7 +84,7 @@ PLANNING: tuple[Mutant, ...] = (
         without("moment.nonmodel_bytes"), f"{MAKE}::test_space_that_activations_take_is_given_up_before_it_is_missed"
     ),
     Fault("the-minimum-is-of-the-first-moment-not-the-worst", "plan.fit:worst_moment").by(
-        without("needed * start.slot_bytes + nonmodel_bytes > worst.nbytes"),
+        without("needed_bytes > worst_bytes"),
         "tests/plan/test_fit.py::test_the_minimum_fits_and_one_byte_less_does_not",
     ),
     Fault("what-is-used-next-is-evicted-first", "plan.eviction:worth_by_next_use.worth").by(

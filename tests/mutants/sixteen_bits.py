@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.mutant import Fault, Mutant
-from tests.mutants.operators import always, assign, drop, replace
+from tests.mutants.operators import always, assign, drop, never, replace
 
 LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 SIXTEEN = "tests/session/test_sixteen_bits.py"
@@ -44,10 +44,10 @@ SIXTEEN_BITS: tuple[Mutant, ...] = (
         "tests/cuda/test_users_code.py::test_a_master_that_is_written_comes_back_whole[fp16]",
     ),
     Fault("other-units-leave-while-a-copy-is-made", "parameters.weight_access:WeightAccess.enter").by(
-        assign("units", "[]"), f"{SIXTEEN}::test_no_unit_leaves_while_copies_of_several_are_made"
+        assign("leased", "{}", nth=1), f"{SIXTEEN}::test_no_unit_leaves_while_copies_of_several_are_made"
     ),
-    Fault("an-overflow-is-not-found", "step.gradients:Gradients._put").by(
-        replace("not self.finds_overflow", "_ or target.numel()"),
+    Fault("an-overflow-is-not-found", "step.gradients:Gradients.add").by(
+        never("finds_overflow"),
         f"{SCALING}::test_injected_overflows_skip_the_same_steps_with_the_same_bits[None]",
     ),
     Fault("an-overflow-written-by-hand-is-not-found", "step.gradients:Gradients._look_for_overflow").by(

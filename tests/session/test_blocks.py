@@ -274,6 +274,37 @@ def test_gradients_add_up_and_can_be_read_in_a_block():
                 each.zero_grad()
 
 
+LARGER = {"options": patrickstar.Options(chunk_size=8192, poison=True)}
+"""Chunks that have room for a block and more."""
+
+
+def test_gradients_that_come_one_after_the_other_into_a_chunk_in_a_block_are_one_moment():
+    model = build()
+    with patrickstar.manage(model, adamw(model), **{**MOVING, **LARGER}) as session:
+        step(model, session.optimizer)
+        touches = [touch for moment in session.trace.moments for touch in moment.touches]
+        arrivals = sum(touch.writes and touch.ref.plane == "grad" for touch in touches)
+        assert arrivals < 24  # of 34 gradients
+        assert (session.stats().planned_steps, session.stats().reactive_steps) == (1, 0)
+    assert train_both(build(), build(), **LARGER).reactive_steps == 0
+
+
+@pytest.mark.parametrize("what", ["read", "let go of"])
+def test_gradients_that_are_used_between_two_of_a_block_have_the_same_bits(what):
+    def use(model):
+        for parameter in model.parameters():
+            if what == "let go of":
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.add_(parameter.grad)
+
+    plain, model = build(), build()
+    for each in (plain, model):
+        for parameter in each.blocks[3].parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, each=each: use(each))
+    train_both(plain, model, **LARGER)
+
+
 def test_layers_that_are_dropped_called_twice_or_shared_have_the_same_bits():
     class Odd(Model):
         def __init__(self, *given, **named):

@@ -65,7 +65,7 @@ class Formats:
     def at(self, chunk: int, layout: Layout) -> Mapping[str, PlaneFormat]:
         """The planes of one chunk."""
         whole = layout.is_whole(chunk)
-        if layout.is_frozen(chunk) and chunk not in self.thawed:
+        if layout.has_frozen and layout.is_frozen(chunk) and chunk not in self.thawed:
             return self._frozen_whole if whole else self._frozen
         if whole:
             return self.whole

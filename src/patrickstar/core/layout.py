@@ -122,7 +122,7 @@ class Group(NamedTuple):
 class Layout:
     """Runs of chunks that partition `[0, n_chunks)`, and the slice of every tensor, in registration order.
 
-    `groups`: tensors of one kind have chunks of their own; each group goes up to the next one's head.
+    `groups`: tensors of one kind have chunks of their own; each group goes up to the next one's head. `has_frozen`: whether some were not trained.
     """
 
     chunk_numel: int
@@ -130,10 +130,12 @@ class Layout:
     slices: Mapping[str, Slice]
     groups: tuple[Group, ...] = (Group(0),)
 
+    has_frozen: bool = field(init=False, repr=False, compare=False)
     _run_of: tuple[Run, ...] = field(init=False, repr=False, compare=False)
     _group_of: tuple[Group, ...] = field(init=False, repr=False, compare=False)
     _pieces: tuple[tuple[Piece, ...], ...] = field(init=False, repr=False, compare=False)
     _labels: Mapping[str, tuple[str, Tile]] = field(init=False, repr=False, compare=False)
+    _parts: dict[str, tuple[Part, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slices", MappingProxyType(dict(self.slices)))
@@ -143,13 +145,15 @@ class Layout:
             for index, tile in enumerate(place.tiles)
         }
         object.__setattr__(self, "_labels", labels)
+        object.__setattr__(self, "_parts", {label: tuple(self._parts_of(label)) for label in (*self.slices, *labels)})
         object.__setattr__(self, "_run_of", tuple(run for run in self.runs for _ in range(run.length)))
+        object.__setattr__(self, "has_frozen", any(group.frozen for group in self.groups))
         heads = [group.head for group in self.groups]
         found = tuple(self.groups[bisect.bisect_right(heads, chunk) - 1] for chunk in range(len(self._run_of)))
         object.__setattr__(self, "_group_of", found)
         pieces: list[list[Piece]] = [[] for _ in self._run_of]
         for name in self.slices:
-            for part in self.parts(name):
+            for part in self._parts[name]:
                 pieces[part.chunk].append(Piece(name, part.start, part.stop, part.tensor_start))
         object.__setattr__(self, "_pieces", tuple(map(tuple, pieces)))
 
@@ -220,7 +224,9 @@ class Layout:
 
         Of a tile, `tensor_start` counts from the tile's first element.
         """
-        parts = []
+        return self._parts[label]
+
+    def _parts_of(self, label: str) -> Iterator[Part]:
         tiles = self.tiles(label)
         for tile in tiles:
             at, stop = tile.offset, tile.offset + tile.numel
@@ -228,9 +234,8 @@ class Layout:
             while at < stop:
                 ordinal, start = divmod(at, self.chunk_numel)
                 numel = min(stop - at, self.chunk_numel - start)
-                parts.append(Part(tile.chunk + ordinal, start, start + numel, before + at))
+                yield Part(tile.chunk + ordinal, start, start + numel, before + at)
                 at += numel
-        return tuple(parts)
 
     def tensors_in(self, chunk: int) -> tuple[Piece, ...]:
         """Pieces of tensors in this one chunk, by rising `start`: (name, start, stop, tensor_start)."""

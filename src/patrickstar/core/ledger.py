@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from patrickstar.core.machine import LINKS, Tier, link
+from patrickstar.core.machine import LINKS, Tier
 
 
 class Ledger:
@@ -34,7 +34,7 @@ class Ledger:
         """A slot of the tier is taken: a copy's target, a first creation, a home."""
         assert nbytes >= 0, f"{nbytes} bytes are added to the {tier.label}"
         self._chunks[tier] += nbytes
-        self._peak[tier] = max(self._peak[tier], self.in_use(tier))
+        self._peak[tier] = max(self._peak[tier], self._chunks[tier] + self._nonmodel[tier])
 
     def remove(self, tier: Tier, nbytes: int) -> None:
         """A slot of the tier is given back."""
@@ -45,8 +45,8 @@ class Ledger:
 
     def move(self, src: Tier, dst: Tier, nbytes: int) -> None:
         """Enters bytes that cross a link. Neither end changes what it holds: a copy leaves its source, and its target was added."""
-        assert nbytes >= 0, f"{nbytes} bytes cross {link(src, dst)}"
-        self._moved[link(src, dst)] += nbytes
+        assert nbytes >= 0, f"{nbytes} bytes cross {src}>{dst}"
+        self._moved[src + ">" + dst] += nbytes
 
     def nonmodel(self, tier: Tier, nbytes: int) -> None:
         """Enters that from now on everything on the tier that is no chunk comes to `nbytes`."""

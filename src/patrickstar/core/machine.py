@@ -34,12 +34,7 @@ class Tier(str, Enum):
         return Tier.HOST if self is Tier.DEVICE else Tier.DISK
 
 
-def link(src: Tier, dst: Tier) -> str:
-    """The name of the way from one tier to the next, such as `H>D`."""
-    return f"{src.value}>{dst.value}"
-
-
-# Every pair of neighbours: device and disk never exchange bytes but through the host.
+# Every pair of neighbours, by the name of the way: device and disk never exchange bytes but through the host.
 LINKS: Final = ("H>D", "D>H", "H>K", "K>H")
 
 

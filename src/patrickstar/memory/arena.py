@@ -85,9 +85,10 @@ class Arena:
             StateError: the arena is closed, or belongs to another process.
         """
         self._space.expect_open()
-        self._end_loans()
-        if self._lent and not self._slots.can_take(n):
-            self._end_loans(waits=True)
+        if self._lent:
+            self._end_loans()
+            if not self._slots.can_take(n):
+                self._end_loans(waits=True)
         first = self._slots.take(n)
         try:
             if max_committed_slots is not None and self._slots.committed > max_committed_slots:

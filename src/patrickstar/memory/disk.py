@@ -151,6 +151,7 @@ class DiskPool:
 
     def close(self) -> None:
         """Removes the files. No transfer may be under way."""
+        self._extents.clear()
         self._cleanup()
 
     def _refuse_unless_it_fits(self) -> None:
@@ -214,7 +215,7 @@ class DiskPool:
             )
 
     def _extent_for(self, ref: PlaneRef, buffer: memoryview) -> Extent:
-        extent = self.extent(ref)
+        extent = self._extents.get(ref) or self.extent(ref)
         if buffer.nbytes != extent.nbytes or not buffer.contiguous:
             raise ValueError(f"{ref} has {extent.nbytes} bytes, the buffer {buffer.nbytes}")
         return extent

@@ -137,13 +137,13 @@ def read_whole(
 ) -> None:
     """Fills the buffer, or at least its first `least` bytes where the file may end in it, or raises `error`."""
     nbytes = len(buffer) if least < 0 else least
-    _transfer(io.preadv, fd, buffer, offset, nbytes=nbytes, io=io, what=f"{path}: cannot read", error=error)
+    _transfer(io.preadv, fd, buffer, offset, nbytes=nbytes, io=io, path=path, what="cannot read", error=error)
 
 
 def write_whole(io: FileIO, path: Path, fd: int, buffer: memoryview, offset: int) -> None:
     """Writes the whole buffer, or raises a `DeviceError`; how much is on the disk then is not known."""
-    what = f"{path}: cannot write"
-    _transfer(io.pwritev, fd, buffer, offset, nbytes=len(buffer), io=io, what=what, error=DeviceError)
+    nbytes = len(buffer)
+    _transfer(io.pwritev, fd, buffer, offset, nbytes=nbytes, io=io, path=path, what="cannot write", error=DeviceError)
 
 
 def _transfer(
@@ -154,23 +154,24 @@ def _transfer(
     *,
     nbytes: int,
     io: FileIO,
+    path: Path,
     what: str,
     error: type[Error],
 ) -> None:
     done = 0
     while done < nbytes:
-        with reported(f"{what} {nbytes - done} bytes at offset {offset + done}", error):
-            try:
-                moved = call(fd, buffer[done : done + _REQUEST_BYTES], offset + done)
-            except InterruptedError:
-                continue
-            except OSError as problem:
+        try:
+            moved = call(fd, buffer[done : done + _REQUEST_BYTES], offset + done)
+            if moved <= 0:
+                raise OSError(errno.ENODATA, "no more bytes, as at the file's end")  # noqa: TRY301
+        except InterruptedError:
+            continue
+        except OSError as problem:
+            with reported(f"{path}: {what} {nbytes - done} bytes at offset {offset + done}", error):
                 # Not aligned as this device wants it, at once or after a short transfer: never wrong when buffered.
                 if problem.errno == errno.EINVAL and io.set_buffered(fd):
                     continue
                 raise
-            if moved <= 0:
-                raise OSError(errno.ENODATA, "no more bytes, as at the file's end")
         done += moved
 
 

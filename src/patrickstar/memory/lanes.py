@@ -77,6 +77,8 @@ class CompletedTicket(Ticket):
         if self.error is not None:
             raise self.error
 
+    wait_until_settled = wait
+
     def when_settled(self, call: Callable[[], None]) -> None:
         call()
 
@@ -87,6 +89,9 @@ DONE = CompletedTicket()
 
 def when_all_settled(tickets: Collection[Ticket], call: Callable[[], None]) -> None:
     """Calls once all of these works have ended, or are queued on a device."""
+    if not tickets:
+        call()
+        return
     # A ticket that is kept keeps what it was to call: not the works that came after it, and what those use.
     lock, left, calls = Lock(), len(tickets) + 1, [call]
 

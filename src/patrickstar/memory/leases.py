@@ -26,6 +26,7 @@ import torch
 from patrickstar.core.cuda_blocks import block_bytes
 from patrickstar.core.planes import PlaneRef
 from patrickstar.memory.readiness import CopyStreams
+from patrickstar.torch_private import NotInference
 
 
 class AssembledKey(NamedTuple):
@@ -57,6 +58,9 @@ class Leases:
 
     Args:
         wrap: gives a 1-D tensor over a fresh storage of the slot that holds this unit now, which must be resident. wrap_part: of some elements.
+
+    Attributes:
+        unit_of: keys of leases, by the address of the storage; those of storages that are `dead` until `settle`.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class Leases:
         self._wrap_part = wrap_part
 
         self._tensor: dict[Key, weakref.ref[torch.Tensor]] = {}
-        self._unit_of: dict[int, Key] = {}
+        self.unit_of: dict[int, Key] = {}
         self._starts: dict[int, int] = {}  # in bytes, of storages over a part of a unit
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._held: set[PlaneRef] = set()
@@ -78,7 +82,7 @@ class Leases:
         self._streams = CopyStreams()
         # A storage dies wherever its last reference is dropped: inside a collection, on another thread, in the middle of our own
         # bookkeeping. The callback only notes it; `settle` draws the consequences at a time of our choosing.
-        self._dead: deque[int] = deque()
+        self.dead: deque[int] = deque()
 
     def take(self, ref: PlaneRef) -> torch.Tensor:
         """A 1-D tensor over the unit's slot. The unit stays in that slot while this tensor, or any view of it, lives."""
@@ -86,9 +90,7 @@ class Leases:
         tensor = known() if known is not None else None
         if tensor is not None:
             return tensor
-        if not torch.is_inference_mode_enabled():
-            return self._note(ref, self._wrap(ref))
-        with torch.inference_mode(False):  # made there it could neither be saved for backward nor written later
+        with NotInference():  # made there it could neither be saved for backward nor written later
             return self._note(ref, self._wrap(ref))
 
     def take_copy(self, key: CopyKey, make: Callable[[Any], torch.Tensor]) -> torch.Tensor:
@@ -110,7 +112,7 @@ class Leases:
 
     def take_part(self, ref: PlaneRef, part: slice) -> torch.Tensor:
         """A 1-D tensor over some elements of the unit's slot, with a storage of its own. Leases the unit as `take` does."""
-        with torch.inference_mode(False):
+        with NotInference():
             tensor = self._wrap_part(ref, part)
         self._note(ref, tensor, start_bytes=tensor.element_size() * part.start)
         return tensor
@@ -118,10 +120,10 @@ class Leases:
     def _note(self, ref: Key, tensor: torch.Tensor, start_bytes: int | None = None) -> torch.Tensor:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._unit_of:  # the address of a storage that died, whose death has not been settled yet
+        if key in self.unit_of:  # the address of a storage that died, whose death has not been settled yet
             self.settle()
-        self._unit_of[key] = ref
-        self._deaths[key] = weakref.ref(storage, lambda _, key=key, dead=self._dead: dead.append(key))  # type: ignore[misc]
+        self.unit_of[key] = ref
+        self._deaths[key] = weakref.ref(storage, lambda _, key=key, dead=self.dead: dead.append(key))  # type: ignore[misc]
         self._count[ref] = self._count.get(ref, 0) + 1
         if isinstance(ref, PlaneRef):
             self._held.add(ref)
@@ -137,7 +139,7 @@ class Leases:
         storage = kept() if kept is not None else None
         if storage is None or dtype is None:
             return None
-        with torch.inference_mode(False):
+        with NotInference():
             return torch.empty(0, dtype=dtype, device=device).set_(
                 storage, 0, (storage.nbytes() // dtype.itemsize,), (1,)
             )
@@ -153,19 +155,19 @@ class Leases:
 
     def locate(self, tensor: torch.Tensor) -> Located | None:
         """The place of a tensor that is over what is leased, else None."""
-        if self._dead:
+        if self.dead:
             self.settle()  # an ordinary tensor may have got the address of a lease that has died: it must not be taken for a slot
         key = tensor.untyped_storage()._cdata
-        ref = self._unit_of.get(key)
+        ref = self.unit_of.get(key)
         if ref is None:
             return None
         return Located(ref, self._starts.get(key, 0) + int(tensor.storage_offset()) * tensor.element_size())
 
     def settle(self) -> None:
         """Ends the leases of storages that have died."""
-        while self._dead:
-            key = self._dead.popleft()
-            ref = self._unit_of.pop(key)
+        while self.dead:
+            key = self.dead.popleft()
+            ref = self.unit_of.pop(key)
             del self._deaths[key]
             self._starts.pop(key, None)
             self._count[ref] -= 1
@@ -186,8 +188,8 @@ class Leases:
         self.settle()
         if ref not in self._count:
             return
-        for key in [key for key, leased in self._unit_of.items() if leased == ref]:
-            del self._unit_of[key], self._deaths[key]
+        for key in [key for key, leased in self.unit_of.items() if leased == ref]:
+            del self.unit_of[key], self._deaths[key]
             self._starts.pop(key, None)
         self._forget(ref)
 
@@ -211,12 +213,12 @@ class Leases:
     def storages(self) -> list[torch.UntypedStorage]:
         """The storages over slots that somebody has now."""
         self.settle()
-        keys = [key for key, ref in self._unit_of.items() if isinstance(ref, PlaneRef)]
+        keys = [key for key, ref in self.unit_of.items() if isinstance(ref, PlaneRef)]
         living = (self._deaths[key]() for key in keys)
         return [storage for storage in living if storage is not None]
 
     def held(self) -> Collection[PlaneRef]:
         """The units that may not move now."""
-        if self._dead:
+        if self.dead:
             self.settle()
         return self._held.copy()  # another thread may take leases meanwhile

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
 
@@ -23,7 +22,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.errors import DeviceError, StateError
 from patrickstar.memory.device_failure import DeviceFailureError, located
-from patrickstar.memory.interruptions import interruptions_put_off
+from patrickstar.memory.interruptions import InterruptionsPutOff
 from patrickstar.memory.lanes import Task
 from patrickstar.memory.leases import Leases
 from patrickstar.memory.unit_bytes import UnitBytes
@@ -31,9 +30,8 @@ from patrickstar.memory.works_under_way import WorksUnderWay
 from patrickstar.plan import residency
 from patrickstar.plan.actions import Action, Drop, Issue, Wait, WorkKind
 from patrickstar.plan.residency import InvariantError
-from patrickstar.torch_private import is_profiled
+from patrickstar.torch_private import Plain, is_profiled
 
-_AS_IT_IS = nullcontext()
 UpdateWork = Callable[[int, Tier], Task]  # makes the work of a chunk's update on a tier
 
 
@@ -112,15 +110,15 @@ class ChunkStore:
         """
         if os.getpid() != self._process:
             self.units.expect_open()
-        for waits, group in groupby(actions, key=lambda action: isinstance(action, Wait)):
+        for waits, group in groupby(actions, key=Wait.__instancecheck__):
             # Nobody waits in between: what is moved, and what is noted of it, belong together.
-            with _AS_IT_IS if waits else interruptions_put_off():
+            with Plain() if waits else InterruptionsPutOff():
                 for action in group:
                     self._do(action, during, update_work)
 
     def _do(self, action: Action, during: str, update_work: UpdateWork | None) -> None:
         try:
-            with record_function(str(action)) if is_profiled() else _AS_IT_IS:
+            with record_function(str(action)) if is_profiled() else Plain():
                 match action:
                     case Issue():
                         self._issue(action, during, update_work)
@@ -160,13 +158,13 @@ class ChunkStore:
                 self._give(ref, tier, issue.slots)
             raise
         if src is not None:
-            self.ledger.move(src, tier, self.state.unit_bytes(ref))
+            self.ledger.move(src, tier, issue.slots * self.state.slot_bytes)
         if not is_update:
             residency.apply(self.state, issue)
 
     def _note(self, over: Sequence[Issue]) -> None:
         """Notes that works have been waited for."""
-        with interruptions_put_off():
+        with InterruptionsPutOff():
             residency.finish(self.state, over)
             for issue in over:
                 self.works.over(issue)
@@ -206,7 +204,7 @@ class ChunkStore:
         except Exception:  # whatever a lane has raised: the work has not been done
             if issue.src is not None:
                 _, ref, tier = issue.work
-                with interruptions_put_off():
+                with InterruptionsPutOff():
                     residency.give_up(self.state, ref)
                     if self.state.has_slots_to_take(ref, tier):
                         self._give(ref, tier, issue.slots)
@@ -217,14 +215,17 @@ class ChunkStore:
 
     def wrote(self, ref: PlaneRef, tier: Tier | None = None) -> None:
         """Notes that a unit has been written, on the compute tier or on one below."""
-        with interruptions_put_off():
+        if len(self.state.newest.get(ref, ())) == 1:
+            residency.mark_written(self.state, ref, tier)  # no other copy of it becomes stale: nothing changes
+            return
+        with InterruptionsPutOff():
             residency.mark_written(self.state, ref, tier)
 
     def forget(self, ref: PlaneRef) -> None:
         """Drops a unit's contents, which nobody wants any more but an update under way; its slots go when room is needed."""
         if not self.state.updates_of(ref):
             self.land(ref)
-        with interruptions_put_off():
+        with InterruptionsPutOff():
             residency.mark_free(self.state, ref)
 
     def release(self, ref: PlaneRef) -> None:
@@ -232,7 +233,7 @@ class ChunkStore:
         if self.state.is_free(ref) and not any(ref in refs for refs in self.state.taken.values()):
             return
         self.land(ref)
-        with interruptions_put_off():
+        with InterruptionsPutOff():
             self.carry_out(residency.release(self.state, ref))
 
     # units that come later

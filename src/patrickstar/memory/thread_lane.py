@@ -31,6 +31,8 @@ class _Ticket(Ticket):
     def wait(self) -> None:
         self._end.result()
 
+    wait_until_settled = wait
+
     def when_settled(self, call: Callable[[], None]) -> None:
         self._end.add_done_callback(lambda _: call())
 

@@ -60,7 +60,7 @@ class UnitBytes:
         self._at[tier][ref] = arena.take(slots, max_committed_slots=limit)
         if tier is self._compute:
             self.committed_slots = arena.committed_slots
-        if self.state.has_slots_to_take(ref, tier):
+        if tier is self._compute or self.state.has_slots_to_take(ref, tier):
             self.ledger.add(tier, slots * arena.slot_bytes)
 
     def give(self, ref: PlaneRef, tier: Tier, slots: int, *, fence: Ticket | None) -> None:
@@ -70,7 +70,7 @@ class UnitBytes:
             self._inherited.discard(ref)
             arena.inherit(self._at[tier][ref], slots, inherited=False)
         arena.give(self._at[tier].pop(ref), slots, fence=fence)
-        if self.state.has_slots_to_take(ref, tier):
+        if tier is self._compute or self.state.has_slots_to_take(ref, tier):
             self.ledger.remove(tier, slots * arena.slot_bytes)
 
     def fences(self, ref: PlaneRef, tier: Tier, slots: int) -> list[Ticket]:

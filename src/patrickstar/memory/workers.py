@@ -44,7 +44,8 @@ class Workers:
                 raise StateError(f"the lane {self._name} does nothing any more: it is closed")
             self._jobs.append(job)
             self._changed.notify()
-        self._start()
+        if len(self._taken) < self._count:
+            self._start()
 
     def stop(self, *, waits: bool = True) -> None:
         """Ends the threads, once the queue is empty, and waits for that, if it is to."""

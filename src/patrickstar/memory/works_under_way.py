@@ -106,7 +106,7 @@ class WorksUnderWay:
             ticket = self._begin_by_chunk(ref, src, tier, before)
         else:
             lane = self.lane(src or tier, None if kind is WorkKind.UPDATE else tier)
-            nbytes = 0 if src is None else self._state.unit_bytes(ref)
+            nbytes = 0 if src is None else issue.slots * self._state.slot_bytes
             ticket = lane.issue(task, [*before, *self._before_reading(issue)], nbytes=nbytes)
         self._under_way[issue.work] = _UnderWay(ticket, during, fresh_slots)
         if self.is_queued:
@@ -124,8 +124,9 @@ class WorksUnderWay:
 
     def _before_reading(self, issue: Issue) -> list[Ticket]:
         """All that must be over before a work reads what it reads."""
-        before = [self.ticket(earlier) for earlier in residency.before_it(self._state, issue)]
-        if issue.src is not None:
+        is_alone = issue.src is not None and issue.work.of not in self._state.under_way
+        before = [] if is_alone else list(map(self.ticket, residency.before_it(self._state, issue)))
+        if issue.src is not None and (WorkKind.CREATE, issue.work.of, issue.src) in self._under_way:
             before += self._zeros(issue.work.of, issue.src)
         if self.is_queued:
             for unit, tier, _ in reads(issue, self._state.home):
@@ -139,7 +140,8 @@ class WorksUnderWay:
         (kind, ref, tier), before = issue.work, list[Ticket]()
         if kind is not WorkKind.UPDATE and tier is not Tier.DISK:
             before += self._units.fences(ref, tier, issue.slots)
-            before += self._zeros(ref, tier)
+            if (WorkKind.CREATE, ref, tier) in self._under_way:
+                before += self._zeros(ref, tier)
         if self.is_queued:
             for unit, _, _ in writes(issue, self._state.home):
                 before += self._readiness.before_writing((unit, tier))
@@ -180,8 +182,8 @@ class WorksUnderWay:
 
     def wait_for_zeros(self, ref: PlaneRef, tier: Tier) -> None:
         """Waits for the filling of a unit's slots, if nobody has."""
-        for filling in self._zeros(ref, tier):
-            filling.wait()
+        if (filling := self._under_way.get((WorkKind.CREATE, ref, tier))) is not None:
+            filling.ticket.wait()
             del self._under_way[WorkKind.CREATE, ref, tier]
 
     def wait_on_host(self, ref: PlaneRef, tier: Tier) -> None:
@@ -199,9 +201,9 @@ class WorksUnderWay:
 
     def give_slots(self, ref: PlaneRef, tier: Tier, slots: int) -> None:
         """Gives a unit's slots back, behind what is still under way on them."""
-        before = self._zeros(ref, tier)
-        self._under_way.pop((WorkKind.CREATE, ref, tier), None)
-        fence = before[0] if before else None
+        filling = self._under_way.pop((WorkKind.CREATE, ref, tier), None)
+        fence = None if filling is None else filling.ticket
+        before = [] if fence is None else [fence]
         if self._poison or self.is_queued:
             before += self._readiness.before_writing((ref, tier))
             if tier is self._compute:
@@ -222,14 +224,12 @@ class WorksUnderWay:
     @property
     def arriving_slots(self) -> int:
         """Slots of the compute tier whose pages come with transfers that are under way, as far as they have not come."""
-        return sum(coming.fresh_slots for _, coming in self._coming())
+        return sum([0 if one.ticket.done else one.fresh_slots for one in self._under_way.values() if one.fresh_slots])
 
     def arriving_bytes(self) -> int:
         """Bytes of the pages that come with these transfers, without those that have. It takes a call of the system for each of them."""
-        return sum(self._units.absent_bytes(ref) for ref, _ in self._coming())
-
-    def _coming(self) -> list[tuple[PlaneRef, _UnderWay]]:
-        return [(ref, one) for (_, ref, _), one in self._under_way.items() if one.fresh_slots and not one.ticket.done]
+        coming = (ref for (_, ref, _), one in self._under_way.items() if one.fresh_slots and not one.ticket.done)
+        return sum(map(self._units.absent_bytes, coming))
 
 
 def _nothing() -> None:

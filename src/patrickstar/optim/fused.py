@@ -23,7 +23,6 @@ def update(*planes: torch.Tensor, step: int, hyper: Hyper) -> None:
     update_all([planes], step=step, hyper=hyper)
 
 
-@torch.no_grad()
 def update_all(tensors: Sequence[tuple[torch.Tensor, ...]], *, step: int, hyper: Hyper) -> None:
     """One call of `torch._fused_adamw_` or `torch._fused_adam_`: bit-equal to the reference at every length and address.
 

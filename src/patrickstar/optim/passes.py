@@ -99,7 +99,6 @@ class TorchPasses:
     def name(self) -> str:
         return self.kernel.name
 
-    @torch.no_grad()
     def update(
         self,
         weight: Tensor,

@@ -72,7 +72,7 @@ class AssembledTensors:
         access: has owner, leases and lock. assembled_class: the class of these tensors. device: where they are.
 
     Attributes:
-        making_bytes: bytes of what is being put together now, as the owner says.
+        making_bytes: bytes of what is being put together now, as the owner says. tensors: by key, of what is kept and was asked for.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class AssembledTensors:
 
         self.making_bytes = 0
         self._nans: dict[torch.dtype, Tensor] = {}
-        self._tensors: dict[AssembledKey, Tensor] = {}
+        self.tensors: dict[AssembledKey, Tensor] = {}
         self._known: dict[int, tuple[weakref.ref[Tensor], AssembledRecord]] = {}
 
     def tensor(self, key: AssembledKey, shape_only: Tensor) -> Tensor:
         """The tensor that stands for what is kept: one until that is let go. `shape_only`: a meta tensor of its shape, strides and type."""
-        if key not in self._tensors:
-            self._tensors[key] = self._made(key, shape_only)
-        return self._tensors[key]
+        if key not in self.tensors:
+            self.tensors[key] = self._made(key, shape_only)
+        return self.tensors[key]
 
     def gone(self, key: AssembledKey, shape_only: Tensor, why: str) -> Tensor:
         """A tensor that stands for what was let go: there is one, and each use of it is refused. `why`: for that."""
@@ -242,11 +242,11 @@ class AssembledTensors:
 
     def __iter__(self) -> Iterator[AssembledKey]:
         """Keys of all that somebody has a tensor of."""
-        return iter(list(self._tensors))
+        return iter(list(self.tensors))
 
     def changed(self, key: AssembledKey) -> None:
         """Shows new values of what is kept to whoever holds a view of it, and to autograd that it was changed."""
-        tensor = self._tensors.get(key)
+        tensor = self.tensors.get(key)
         if tensor is None:
             return
         torch.autograd.graph.increment_version(tensor)
@@ -255,14 +255,14 @@ class AssembledTensors:
 
     def dropped(self, key: AssembledKey, why: str) -> None:
         """Lets a tensor go whose gradient or state is let go. `why`: for the error of a later use."""
-        tensor = self._tensors.pop(key, None)
+        tensor = self.tensors.pop(key, None)
         if tensor is not None:
             self._known[id(tensor)][1].source.gone = why
             self._leases.disown(key)
 
     def release(self) -> None:
         """Lets all tensors go: the session ends."""
-        for key in list(self._tensors):
+        for key in list(self.tensors):
             self.dropped(key, "the session was closed")
 
 

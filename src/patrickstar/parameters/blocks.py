@@ -8,6 +8,7 @@ Note [Blocks]
     Its backward begins with the backward of an output that the block has made, or with its recomputation where it ran without a graph. From
     then on its parameters have their bytes, and what autograd unpacks is there: one moment again. Each is let go of when its gradient has come, and
     all of them when another block begins, or with the backward. Nothing depends on it: what is unpacked elsewhere is fetched by itself.
+    Gradients that are kept, and come one after the other into the same chunk while a block is open, are one moment.
     Which blocks are bound is decided for each kind of forward, before it runs: the outermost whose moments fit, else those inside of them, else none.
 """
 
@@ -180,7 +181,7 @@ class Blocks:
                 raise
             return run()  # there is no room for all at once: by use
         changes = self._binding.changes
-        watched = changes.watch_call(type(module).__name__, [bound.parameter for bound in block.records])
+        watched = changes.watch_call(type(module).__name__, [bound.tensor() for bound in block.records])
         memory = [bound.tensor().untyped_storage()._cdata for bound in block.records]
         first_node = next_sequence_number()
         try:
@@ -268,19 +269,21 @@ class Blocks:
             self._access.close()
             leased = self._access.enter(block.records, tell)
             self._opened = block
-            self._access.open.update((bound, leased[bound.key]) for bound in block.records)
+            self._access.open.update({bound: leased[bound.key] for bound in block.records})
         at_end_of_backward(self._access.close)
 
     def _arrives(self, bound: BoundParameter) -> None:
         """Takes its bytes from a parameter of the open block whose gradient has come: they are not needed again, and may be updated."""
-        if self._access.open.pop(bound, None) is not None:
-            self._access.leave([bound])
-            if not any(left.parameter.requires_grad for left in self._access.open):
-                self._access.close()
+        del self._access.open[bound]
+        self._access.leave([bound])
+        for left in self._access.open:
+            if left.tensor().requires_grad:
+                return
+        self._access.close()
 
     def are_held(self) -> bool:
-        """Tells whether there are blocks, and something holds weights: perhaps a view of one that has outlived its block."""
-        return bool(self.bound) and any(ref.plane == WEIGHT for ref in self._access.leases.held())
+        """Tells whether something holds weights: perhaps a view of one that has outlived its block."""
+        return any(ref.plane == WEIGHT for ref in self._access.leases.held())
 
 
 def _backward_begins(blocks: weakref.ref[Blocks], block: Block, *_: Any) -> None:

@@ -11,11 +11,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from patrickstar.core.layout import Layout
+from patrickstar.core.layout import Layout, Part
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.strides import contiguous_strides, dense_strides
 from patrickstar.core.trace import Touch
 from patrickstar.memory.leases import WeightKey
+from patrickstar.plan.touches import gradient_parts
 from patrickstar.torch_private import refuse_reads
 
 __all__ = ["BoundParameter", "make_records", "names_by_id", "placeholder", "with_tiles"]
@@ -33,6 +34,7 @@ class BoundParameter:
     Attributes:
         key: what is leased at a use: the unit, or the copy of this parameter. touches: the units that a use touches.
         view: shape, strides and start of the parameter's values in the 1-D tensor that is leased.
+        arrivals: the moments in which a gradient is kept, and the piece of it that each is about.
     """
 
     name: str
@@ -53,6 +55,7 @@ class BoundParameter:
     """The row of its parameter that a tile begins with; else 0."""
     is_detached: bool = False
     """True for the record of a detached alias."""
+    arrivals: Sequence[tuple[Part, Sequence[Touch]]] = ()
 
     key: WeightKey = field(init=False)
     touches: tuple[Touch, ...] = field(init=False)
@@ -146,6 +149,7 @@ def make_records(
             # The whole of what lies in tiles is put together where it is asked for.
             is_copied=name in copied or bool(tiles),
             tiles=tiles,
+            arrivals=tuple(gradient_parts(layout, name, writes=True)),
         )
         records.update((tile.name, tile) for tile in tiles)
     return records
@@ -182,6 +186,7 @@ def _tiles(
             standin,
             is_copied=is_copied,
             first_row=place.tensor_start // row_numel,
+            arrivals=tuple(gradient_parts(layout, label, writes=True)),
         )
         tiles.append(tile)
     return tuple(tiles)

@@ -75,7 +75,10 @@ class Changes:
     ) -> WatchedUse:
         """The watch over a function that is about to run, given these parameters, and views of slots, whose bytes are there."""
         hidden = {id(tensor) for tensor in uncounted(func, args, kwargs)}
-        versions = [_CHANGES if id(tensor) in hidden else _version(tensor) for tensor in tensors]
+        versions = [
+            _CHANGES if id(tensor) in hidden else NOT_COUNTED if tensor.is_inference() else tensor._version
+            for tensor in tensors
+        ]
         written = writes_to(func, args, kwargs) if self.rewriting is not None else None
         before = {} if written is None else self.remember(self.owners_of(written))
         return WatchedUse(func, tensors, versions, before)
@@ -119,7 +122,7 @@ class Changes:
         grown = [
             tensor
             for tensor, version in zip(watched.tensors, watched.versions, strict=True)
-            if version == _CHANGES or _version(tensor) != version
+            if version == _CHANGES or (NOT_COUNTED if tensor.is_inference() else tensor._version) != version
         ]
         changed = {bound.name: bound for bound in self.owners_of(grown)} if grown else {}
         for key in self.access.keys_of(grown):
@@ -175,7 +178,3 @@ class Changes:
         for key in self.assembled:
             if key.plane in (EXP_AVG, EXP_AVG_SQ, STEP) and key.name in owners:
                 self.assembled.changed(key)
-
-
-def _version(tensor: Tensor) -> int:
-    return NOT_COUNTED if tensor.is_inference() else tensor._version

@@ -34,7 +34,8 @@ class GradientAccess:
         assembled: what stands for gradients in chunks. use: where gradients go. bound: the records of parameters and tiles, by `id()`.
 
     Attributes:
-        arrives: is told of each gradient before the owner is. are_kept: tells whether the session may have a gradient of any of them.
+        arrives: is told of each gradient of a block that is open, before the owner is.
+        are_kept: tells whether the session may have a gradient of any of them.
         comes: is told of one that autograd is about to add to `p.grad`, where parameters keep their
             bytes and gradients are used as they come.
         own: the parameters whose gradient is the user's own, by name. stay: True where gradients stay the tensors that autograd made.
@@ -118,7 +119,8 @@ class GradientAccess:
         with self._access.lock, Plain():
             bound = self._bound[id(parameter)]
             gradient = parameter.grad
-            self.arrives(bound)
+            if bound in self._access.open:
+                self.arrives(bound)
             if gradient is not None and self.stay:
                 self._owner.gradient(bound.name, gradient)
             elif gradient is not None and bound.owner not in self.own:
@@ -176,7 +178,7 @@ class GradientAccess:
     def hide(self, records: Sequence[BoundParameter]) -> None:
         """Ends that. What was assigned meanwhile is the user's own."""
         for bound in records:
-            gradient = bound.parameter.grad
+            gradient = bound.tensor().grad
             if self._shown or gradient is not None:
                 shown = self._shown.pop(bound, None)
                 own = gradient if shown is None and bound.name in self.own else None

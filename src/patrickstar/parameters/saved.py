@@ -100,11 +100,8 @@ class SavedSliceRecomputed(NamedTuple):
     unpack: Callable[[Any], torch.Tensor]
 
 
-class SavedTensor(NamedTuple):
-    """A saved tensor that is no alias of a managed parameter, with no hooks underneath ours."""
-
-    tensor: torch.Tensor
-    version: int
+SavedTensor = tuple[torch.Tensor, int]
+"""A saved tensor that is no alias of a managed parameter, with no hooks underneath ours, and its version."""
 
 
 class SavedUnderneath(NamedTuple):
@@ -157,8 +154,14 @@ class SavedTensors:
         is_recomputed = underneath is not None and is_checkpoints(underneath)
         takes_weights = underneath is not None and not is_recomputed and not saves_on_cpu(underneath)
 
+        leases = self.access.leases
+
         def pack(tensor: torch.Tensor) -> Saved:
-            saved = self._slice(tensor, is_recomputed=is_recomputed)
+            if leases.dead:
+                leases.settle()
+            # Most of what is saved lies elsewhere.
+            is_leased = tensor.layout is torch.strided and tensor.untyped_storage()._cdata in leases.unit_of
+            saved = self._slice(tensor, is_recomputed=is_recomputed) if is_leased else None
             if saved is not None and underneath is not None and takes_weights:
                 packed = underneath[0](tensor)
                 saved = self._slice(packed, is_recomputed=False) if isinstance(packed, torch.Tensor) else None
@@ -174,12 +177,11 @@ class SavedTensors:
                 return SavedSliceRecomputed(saved, underneath[0](tensor), underneath[1])
             if saved is not None:
                 return saved
-            if type(tensor) is not torch.Tensor:
-                tensor = self.lasting(tensor)
+            tensor = tensor if type(tensor) is torch.Tensor else self.lasting(tensor)
             if underneath is not None:
                 return SavedUnderneath(underneath[0](tensor), underneath[1])
             # An output holds the node that saves it, which would hold it.
-            return SavedTensor(tensor.detach() if tensor.grad_fn is not None else tensor, tensor._version)
+            return tensor.detach() if tensor.grad_fn is not None else tensor, tensor._version
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self.unpack)
 
@@ -215,10 +217,10 @@ class SavedTensors:
                 with Seen():  # off where a loss of the user's class runs its backward, in which a forward runs again
                     saved.unpack(saved.packed)
                 return self.unpack(saved.saved)
-            case SavedTensor():
-                if saved.tensor._version != saved.version:
-                    raise RuntimeError(changed_message(tuple(saved.tensor.shape), saved.tensor._version, saved.version))
-                return saved.tensor
+            case (torch.Tensor() as tensor, int() as version):
+                if tensor._version != version:
+                    raise RuntimeError(changed_message(tuple(tensor.shape), tensor._version, version))
+                return tensor
             case SavedUnderneath():
                 with Seen():
                     return saved.unpack(saved.packed)

@@ -17,7 +17,7 @@ from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.owner import Owner
 from patrickstar.parameters.transforms import expect_no_transform
 from patrickstar.plan.touches import UseCounts
-from patrickstar.torch_private import Plain, backward_id, transform_level
+from patrickstar.torch_private import NotInference, Plain, backward_id, transform_level
 
 __all__ = ["WeightAccess"]
 
@@ -32,7 +32,7 @@ class WeightAccess:
     Attributes:
         records, owner, leases: as given. lock: held while bytes are given and taken.
         held: how many uses and module calls hold a parameter now, of those that are held.
-        open: parameters that a block's backward holds, with the lease of each.
+        open: parameters that a block's backward holds, each with the 1-D tensor that it lies in, which is the same for all who ask meanwhile.
         in_blocks: parameters of blocks, by `id()`.
         recomputed: versions of parameters, by `id()`, at which a recomputation of a forward, in backward, has left them.
     """
@@ -68,10 +68,7 @@ class WeightAccess:
     def enter(
         self, found: Sequence[BoundParameter], tell: Callable[[str, Sequence[Touch]], None] | None = None
     ) -> Mapping[WeightKey, Tensor]:
-        """Gives parameters bytes, and their leases by key. Each `enter` has one `leave`.
-
-        `tell`: has their units fetched; None: as for a use, which is counted.
-        """
+        """Gives parameters bytes, in the tensors given back; each has one `leave`. `tell`: fetches units; None: as for a use, which is counted."""
         if not found:
             return {}
         if transform_level() is not None:
@@ -82,24 +79,31 @@ class WeightAccess:
                 touches = tuple(sorted({touch for bound in found for touch in bound.touches}))
             if tell is None and backward_id() == -1:  # else it is part of a recomputation
                 self._count(found)
-            if all(bound in self.open for bound in found):
-                leased = {bound.key: self.open[bound] for bound in found}
-            else:
-                if not any(bound in self.open for bound in found):
-                    self.close()  # a backward is elsewhere
-                (tell or self.owner.use)(found[0].name, touches)
-                units = [self.leases.take(touch.ref) for touch in touches]  # none may leave while copies are made
-                leased = {bound.key: self.lease(bound.key) for bound in found}
-                del units
+            leased = self._fetched(found, touches, tell or self.owner.use)
             for bound in found:
                 self.held[bound] = self.held[bound] + 1 if bound in self.held else 1
                 if self.held[bound] == 1:
-                    if torch.is_inference_mode_enabled():
-                        with torch.inference_mode(False):
-                            bound.tensor().data = bound.over(leased[bound.key])
-                    else:
+                    with NotInference():
                         bound.tensor().data = torch.as_strided(leased[bound.key], *bound.view)
             return leased
+
+    def _fetched(
+        self,
+        found: Sequence[BoundParameter],
+        touches: Sequence[Touch],
+        tell: Callable[[str, Sequence[Touch]], None],
+    ) -> dict[WeightKey, Tensor]:
+        """The leases of parameters, by key, whose units are fetched where no open block holds them."""
+        if self.open.keys() >= set(found):
+            return {bound.key: self.open[bound] for bound in found}
+        if self.open and self.open.keys().isdisjoint(found):
+            self.close()  # a backward is elsewhere
+        tell(found[0].name, touches)
+        leased: dict[WeightKey, Tensor] = {touch.ref: self.leases.take(touch.ref) for touch in touches}
+        for bound in found:  # none of these units may leave while copies are made
+            if bound.key not in leased:
+                leased[bound.key] = self.lease(bound.key)
+        return leased
 
     def _count(self, found: Sequence[BoundParameter]) -> None:
         """Counts a use of these parameters: apart from the graph where autograd does not record it as one of the parameters themselves."""
@@ -174,13 +178,13 @@ class WeightAccess:
     def unpack(self, key: WeightKey) -> Tensor:
         """The 1-D tensor over a unit or a copy, for a backward that needs what a use has saved."""
         with self.lock, Plain():
-            found = self.parameters_in(key)
-            for bound in found:
+            first = self._in_unit[key][1][0] if isinstance(key, PlaneRef) else self.records[key]
+            for bound in self._in_unit[key][1] if isinstance(key, PlaneRef) else (first,):
                 if bound in self.open and bound.key == key:
                     return self.open[bound]
             self.close()  # the backward is elsewhere
             units = []
-            for ref in found[0].refs:
-                self.owner.unpack(found[0].name, (Touch(ref),))
+            for ref in first.refs:
+                self.owner.unpack(first.name, (Touch(ref),))
                 units.append(self.leases.take(ref))
-            return units[0] if key == found[0].ref else self.lease(key)
+            return units[0] if key == first.refs[0] else self.lease(key)

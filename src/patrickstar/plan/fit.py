@@ -57,12 +57,13 @@ def worst_moment(
         frees: as for `make_plan`.
         trained: whether a step is meant that comes after others: then all that is at home there has contents, but gradients have none.
     """
-    worst = Need("", 0, start.slot_bytes, 0)
+    worst, worst_bytes = Need("", 0, start.slot_bytes, 0), 0
     has_contents = _once_trained if trained else lambda ref: not start.is_free(ref)
     for index, needed in enumerate(slots_needed(trace, start=start, has_contents=has_contents, frees=frees)):
         nonmodel_bytes = trace.moments[index].nonmodel_bytes
-        if not index or needed * start.slot_bytes + nonmodel_bytes > worst.nbytes:
-            worst = Need(trace.name(index), needed, start.slot_bytes, nonmodel_bytes)
+        needed_bytes = needed * start.slot_bytes + nonmodel_bytes
+        if not index or needed_bytes > worst_bytes:
+            worst, worst_bytes = Need(trace.name(index), needed, start.slot_bytes, nonmodel_bytes), needed_bytes
     return worst
 
 
@@ -115,7 +116,7 @@ def expect_room(need: Need, machine: Machine) -> None:
 def pinned_at(moment: Moment) -> list[PlaneRef]:
     """The units that must be on the tier that computes at a moment and may not leave it: touched there, or held from earlier moments."""
     pinned = [touch.ref for touch in moment.touches if touch.tier is None]
-    return [*pinned, *(ref for ref in moment.held if ref not in pinned)] if moment.held else pinned
+    return [*dict.fromkeys((*pinned, *moment.held))] if moment.held else pinned
 
 
 def _once_trained(ref: PlaneRef) -> bool:

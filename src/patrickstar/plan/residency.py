@@ -318,13 +318,14 @@ def give_up(state: Residency, ref: PlaneRef) -> None:
 
 def _copy(state: Residency, action: Issue, src: Tier) -> None:
     _, ref, dst = action.work
-    _expect_unit(state, action, ref)
+    if action.slots != state.slots.get(ref):
+        _refuse_unit(state, action, ref)
     home, newest = state.home[ref], state.newest.get(ref, ())
     if ref in state.under_way and state.flight(ref):
         _refuse(5, action, "an earlier transfer of it has not been waited for")
     if not _is_leg(src, dst, state.compute, home):
         _refuse(9, action, f"it rests on the {home.label}, and this is not its way there or back")
-    takes = state.has_slots_to_take(ref, dst)
+    takes = dst is state.compute or dst is not home
     if takes and ref in state.taken[dst]:
         _refuse(5, action, "it has slots there already")
     if src not in newest:
@@ -351,10 +352,13 @@ def ended_by(state: Residency, wait: Wait) -> list[Issue]:
     Raises:
         InvariantError: it has not been issued, or comes after another work that has not been waited for.
     """
-    issue = next(filter(lambda issue: issue.work == wait.work, state.used_by(wait.work.of)), None)
-    if issue is None:
+    for issue in state.under_way.get(wait.work.of, _UNUSED).by:
+        if issue.work == wait.work:
+            break
+    else:
         _refuse(_number(wait.work), wait, "no such work has been issued")
-    before = before_it(state, issue)
+    users = state.under_way[wait.work.of].by
+    before = before_it(state, issue) if issue.src is None or len(users) > 1 else []
     for earlier in before:
         if earlier.src is None:
             _refuse(10, wait, f"{earlier} comes before it, and has not been waited for")
@@ -375,13 +379,14 @@ def before_it(state: Residency, issue: Issue) -> list[Issue]:
     for unit, tier, _ in reads(issue, state.home):
         users = state.under_way.get(unit, _UNUSED).by
         if users and users != (issue,):
-            found += (one for one in users if any(own[:2] == (unit, tier) for own in writes(one, state.home)))
+            found += [one for one in users if (unit, tier) in [own[:2] for own in writes(one, state.home)]]
     return found
 
 
 def _drop(state: Residency, action: Drop) -> None:
     ref, tier = action.of, action.tier
-    _expect_unit(state, action, ref)
+    if action.slots != state.slots.get(ref):
+        _refuse_unit(state, action, ref)
     newest = state.newest.get(ref, ())
     if ref in state.under_way:
         _expect_unused(state, action, ref, tier)
@@ -402,7 +407,8 @@ def _forget_slots(state: Residency, ref: PlaneRef, tier: Tier) -> None:
 
 def _create(state: Residency, action: Issue) -> None:
     _, ref, tier = action.work
-    _expect_unit(state, action, ref)
+    if action.slots != state.slots.get(ref):
+        _refuse_unit(state, action, ref)
     if ref in state.newest:
         _refuse(4, action, "it has contents")
     if any(ref in refs for refs in state.taken.values()):
@@ -449,16 +455,16 @@ def want_again(state: Residency, issue: Issue) -> None:
 
 
 def _begin(state: Residency, issue: Issue) -> None:
-    for ref in units_of(issue, state.home):
+    for ref in units_of(issue, state.home) if issue.src is None else (issue.work.of,):
         use = state.under_way.get(ref, _UNUSED)
         state.under_way[ref] = InUse((*use.by, issue), use.is_unwanted)
 
 
 def _end(state: Residency, issue: Issue) -> None:
     """Notes that a work is over, or given up; what nobody else wants is free then."""
-    for ref in units_of(issue, state.home):
+    for ref in units_of(issue, state.home) if issue.src is None else (issue.work.of,):
         use = state.under_way[ref]
-        left = tuple(other for other in use.by if other is not issue)
+        left = tuple([other for other in use.by if other is not issue]) if len(use.by) > 1 else ()
         if left:
             state.under_way[ref] = InUse(left, use.is_unwanted)
         else:
@@ -467,11 +473,10 @@ def _end(state: Residency, issue: Issue) -> None:
                 mark_free(state, ref)
 
 
-def _expect_unit(state: Residency, action: Issue | Drop, ref: PlaneRef) -> None:
+def _refuse_unit(state: Residency, action: Issue | Drop, ref: PlaneRef) -> NoReturn:
     if ref not in state.home:
         _refuse(9, action, "there is no such unit")
-    if action.slots != state.slots[ref]:
-        _refuse(7, action, f"the unit takes {state.slots[ref]} slots")
+    _refuse(7, action, f"the unit takes {state.slots[ref]} slots")
 
 
 def _expect_unused(state: Residency, action: Action, ref: PlaneRef, tier: Tier) -> None:

@@ -84,7 +84,9 @@ class Touches:
 
     def adds_up(self, label: str, dtype: str) -> bool:
         """Tells whether parts of a gradient are added up in their own type until the backward ends, since the plane keeps another type."""
-        if self.gradients not in {GradientUse.CHUNK, GradientUse.UPDATE} or self.comes_whole(label):
+        place = self.layout.slices.get(label)
+        is_one = place is not None and not place.tiles and not self.counts.apart
+        if self.gradients is GradientUse.NONE or is_one or self.comes_whole(label):
             return False
         kept = self.formats.now.of(PlaneRef(self.layout.parts(label)[0].chunk, GRAD), self.layout)
         return kept.dtype != dtype

@@ -41,9 +41,11 @@ def writes(issue: Issue, units: Container[PlaneRef]) -> list[Place]:
     kind, of, tier = issue.work
     if kind is not WorkKind.UPDATE:
         return [(of, tier, None)]
-    planes = (PlaneRef(of.chunk, plane) for plane in (REST, EXP_AVG, EXP_AVG_SQ))
-    weight = weight_of(of.chunk, units)
-    return [(weight, tier, of.chunk), *((ref, tier, None) for ref in planes if ref in units)]
+    places: list[Place] = [(weight_of(of.chunk, units), tier, of.chunk)]
+    for plane in (REST, EXP_AVG, EXP_AVG_SQ):
+        if (ref := PlaneRef(of.chunk, plane)) in units:
+            places.append((ref, tier, None))  # noqa: PERF401
+    return places
 
 
 def units_of(issue: Issue, units: Container[PlaneRef]) -> tuple[PlaneRef, ...]:
@@ -51,7 +53,7 @@ def units_of(issue: Issue, units: Container[PlaneRef]) -> tuple[PlaneRef, ...]:
     of = issue.work.of
     if of in units:
         return (of,)
-    return (of, *(unit for unit, _, _ in (*writes(issue, units), *reads(issue, units))))
+    return (of, *[unit for unit, _, _ in (*writes(issue, units), *reads(issue, units))])
 
 
 def weight_of(chunk: int, units: Container[PlaneRef]) -> PlaneRef:

@@ -160,7 +160,8 @@ class Events:
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Hands a gradient that has arrived on to training. StateError where it is sparse."""
-        self.check_watch()
+        if self.to.escaped.watched:
+            self.to.escaped.check()
         if gradient.layout is not torch.strided:
             raise StateError(
                 f"{name} has a gradient of layout {gradient.layout}: sparse gradients cannot be managed; use sparse=False"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from patrickstar.core.planes import GRAD, PlaneRef
@@ -21,7 +20,7 @@ from patrickstar.plan.pilot import Pilot
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.room import Room
-from patrickstar.torch_private import Plain, backward_id
+from patrickstar.torch_private import NotInference, Plain, backward_id, no_gradients
 
 __all__ = ["Executor"]
 
@@ -41,6 +40,7 @@ class Executor:
         self.lock = room.lock
         self._compute = store.state.compute
 
+        self._last: Sequence[Touch] = ()  # of the last moment
         self.recorder: TraceRecorder | None = None
         self.pending: PendingStep | None = None
 
@@ -76,13 +76,27 @@ class Executor:
         for touch in touches:
             if touch.writes:
                 store.wrote(touch.ref, touch.tier)
+        self._last = touches
 
-    def use(self, phase: Phase, label: str, touches: Sequence[Touch]) -> list[Tensor]:
-        """The units that a moment touches, in that order, resident: 1-D tensors, valid until the next moment. Raises what `moment` raises."""
+    def use(self, phase: Phase, label: str, touches: Sequence[Touch], *, goes_on: bool = False) -> list[Tensor]:
+        """The units that a moment touches, in that order, resident: 1-D tensors, valid until the next moment. Raises what `moment` raises.
+
+        `goes_on`: whether it is no moment of its own where the last one has written the same.
+        """
         with self.lock:
-            self.moment(phase, label, touches)
-            with torch.inference_mode(False):
-                return [self.store.tensor(touch.ref, touch.tier) for touch in touches]
+            state = self.store.state
+            is_there = goes_on and touches == self._last and touches[0].ref not in state.under_way
+            if not is_there or state.newest.get(touches[0].ref) != {
+                self._compute
+            }:  # it has left, or was let go of, meanwhile
+                self.moment(phase, label, touches)
+            elif self.store.works.is_queued:
+                self.store.works.compute(touches)
+            with NotInference():
+                units = []
+                for touch in touches:
+                    units.append(self.store.tensor(touch.ref, touch.tier))  # noqa: PERF401  (a call less, at each gradient)
+                return units
 
     def use_where_it_is(self, phase: Phase, label: str, touches: Sequence[Touch]) -> list[Tensor]:
         """The units of these touches, as `use` gives them, on the tier nearest to the one that computes that has their last contents in memory."""
@@ -242,5 +256,6 @@ class Executor:
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """A context for the library's own tensor operations: no gradients, no inference tensors, no subclasses."""
-        with torch.inference_mode(False), torch.no_grad(), Plain():
+        with NotInference(), Plain():
+            no_gradients()
             yield

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from patrickstar.core.layout import Layout
-from patrickstar.core.planes import GRAD, PlaneRef
+from patrickstar.core.planes import GRAD, GradientUse, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.optim.masters import BLOCK_NUMEL, scaled_blocks
@@ -26,6 +26,7 @@ from patrickstar.plan.touches import gradient_parts
 from patrickstar.step.executor import Executor
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.overflow import Overflow
+from patrickstar.torch_private import NotInference, Plain, no_gradients
 
 __all__ = ["Gradients", "in_plane"]
 
@@ -57,33 +58,40 @@ class Gradients:
     factors: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     overflow: Overflow = field(default_factory=Overflow)
 
-    def add(self, bound: BoundParameter, gradient: Tensor) -> None:
-        """Takes a gradient that has arrived, of a parameter or of a tile, chunk by chunk."""
+    def add(self, bound: BoundParameter, gradient: Tensor, *, in_block: bool = False) -> None:
+        """Takes a gradient that has arrived, of a parameter or of a tile, chunk by chunk. `in_block`: see Note [Blocks] in `parameters/blocks.py`."""
         if bound.tiles:
             for tile in bound.tiles:
                 self.add(tile, tile.of(gradient))
             return
         name = bound.owner
-        self._make_ready(name, bound)
+        is_update = self.late_planes.gradients is GradientUse.UPDATE
+        if is_update or self.layout.has_frozen or name in self.whole or name in self.factors:
+            self._make_ready(name, bound)
         is_there = name in self.names or bound.name in self.incomplete.get(name, ())
-        with self.executor.quiet():
+        with NotInference(), Plain():  # as in `quiet`, but for a call or two
+            no_gradients()
             flat = bound.flat(gradient)
-            for part, touches in gradient_parts(self.layout, bound.name, writes=True):
-                (unit,) = self.executor.use(Phase.BACKWARD, bound.name, touches)
+            for part, touches in bound.arrivals:
+                (unit,) = self.executor.use(Phase.BACKWARD, bound.name, touches, goes_on=in_block)
                 target = unit[part.start : part.stop]
-                self._put(name, target, flat[part.tensor_start : part.tensor_start + target.numel()], is_there=is_there)
-        if name not in self.names:
+                piece = flat[part.tensor_start : part.tensor_start + target.numel()]
+                if self.finds_overflow:
+                    self._put_and_look(name, target, piece, is_there=is_there)
+                else:
+                    self.passes[target.device.type].put(target, piece, adds=is_there)
+        if bound.name == name:
+            self.names.add(name)
+        elif name not in self.names:
             self.incomplete.setdefault(name, set()).add(bound.name)
             if self.incomplete[name].issuperset(self.layout.leaves(name)):
                 self.names.add(name)
                 del self.incomplete[name]
-        self.views.changed(AssembledKey(name, GRAD))
+        if self.views.tensors:
+            self.views.changed(AssembledKey(name, GRAD))
 
-    def _put(self, name: str, target: Tensor, piece: Tensor, *, is_there: bool) -> None:
+    def _put_and_look(self, name: str, target: Tensor, piece: Tensor, *, is_there: bool) -> None:
         passes = self.passes[target.device.type]
-        if not self.finds_overflow:
-            passes.put(target, piece, adds=is_there)
-            return
         with self.executor.apart(), self.overflow.look(name, target.device) as is_finite:
             passes.put_and_look(target, piece, is_finite, adds=is_there)
 
@@ -181,8 +189,10 @@ class Gradients:
         """Drops every gradient."""
         names = [*self.names, *self.incomplete]
         chunks = {part.chunk for name in names for part in self.layout.parts(name)}
-        for name in names:
+        for name in names if self.views.tensors or self.finds_overflow else ():
             self._forget(name)
+        for kept in (self.names, self.incomplete, self.whole, self.factors):
+            kept.clear()
         for chunk in sorted(chunks):
             self.executor.release(PlaneRef(chunk, GRAD))
 
@@ -217,9 +227,9 @@ class Gradients:
         self.factors.pop(name, None)
         if self.finds_overflow:
             self.overflow.forget(name)
-        self.views.dropped(
-            AssembledKey(name, GRAD), "it was released (zero_grad(), p.grad = None, a checkpoint that was loaded)"
-        )
+        if self.views.tensors:
+            why = "it was released (zero_grad(), p.grad = None, a checkpoint that was loaded)"
+            self.views.dropped(AssembledKey(name, GRAD), why)
 
 
 @contextmanager

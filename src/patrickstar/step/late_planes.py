@@ -138,14 +138,15 @@ class LatePlanes:
         self._expect_room_for_updates(homes, slots, self.formats.now)
         return homes, slots
 
-    def thaw(self, name: str) -> None:
-        """Gives a parameter that was frozen, and whatever shares its chunks, the planes for training.
+    def thaw(self, *names: str) -> None:
+        """Gives parameters that were frozen, and whatever shares their chunks, the planes for training.
 
         Raises:
             BudgetError: these planes do not fit.
         """
-        for weight in self.layout.weight_units(name):
-            self._thaw_run(self.layout.run_of(weight.chunk), name)
+        for name in names if self.layout.has_frozen else ():
+            for weight in self.layout.weight_units(name):
+                self._thaw_run(self.layout.run_of(weight.chunk), name)
 
     def _thaw_run(self, run: Run, name: str) -> None:
         chunks = range(run.head, run.head + run.length)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from patrickstar.core.layout import Layout, Part, aligned
+from patrickstar.core.layout import ALIGNMENT, Layout, Part
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 from patrickstar.core.trace import Phase
@@ -41,11 +41,6 @@ class _Range:
     hyper: Hyper
     step: int
     factors: tuple[Tensor, ...]
-
-    def goes_on(self, start: int, hyper: Hyper, step: int, factors: tuple[Tensor, ...]) -> bool:
-        """Tells whether elements from `start` on are updated as those of this range."""
-        alike = len(factors) == len(self.factors) and all(map(operator.is_, factors, self.factors))
-        return alike and (self.stop, self.hyper, self.step) == (start, hyper, step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +211,13 @@ class OptimizerStep:
         )
 
     def _ranges(self, chunk: int, order: PendingStep) -> list[_Range]:
-        ranges: list[_Range] = []
+        ranges: list[list[Any]] = []  # the fields of each
         for piece in order.pieces(self.layout, chunk):
-            hyper = order.hypers[piece.name]
-            step, stop, factors = order.steps[piece.name], aligned(piece.stop), order.factors.get(piece.name, ())
-            if ranges and ranges[-1].goes_on(piece.start, hyper, step, factors):
-                ranges[-1] = replace(ranges[-1], stop=stop)
+            hyper, factors = order.hypers[piece.name], order.factors.get(piece.name, ())
+            step, stop = order.steps[piece.name], piece.stop + -piece.stop % ALIGNMENT
+            goes_on = ranges and ranges[-1][1:4] == [piece.start, hyper, step]
+            if goes_on and list(map(id, ranges[-1][4])) == list(map(id, factors)):
+                ranges[-1][1] = stop
             else:
-                ranges.append(_Range(piece.start, stop, hyper, step, factors))
-        return ranges
+                ranges.append([piece.start, stop, hyper, step, factors])
+        return [_Range(*fields) for fields in ranges]

@@ -34,7 +34,7 @@ from patrickstar.memory.allocator import allocator, release_free_memory, return_
 from patrickstar.memory.leases import Leases
 from patrickstar.memory.process import resident_bytes
 from patrickstar.memory.store import ChunkStore
-from patrickstar.plan.actions import Action, Work, slots_taken
+from patrickstar.plan.actions import Action, Wait, Work, slots_taken
 from patrickstar.plan.pilot import Pilot
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.simulate import simulate
@@ -42,7 +42,7 @@ from patrickstar.plan.stretch import Stretch
 from patrickstar.step.budgets import Budgets, leaves_room
 from patrickstar.step.known_forwards import KnownForward
 from patrickstar.step.pending_step import PendingStep
-from patrickstar.torch_private import allocated_bytes
+from patrickstar.torch_private import Plain, allocated_bytes
 from patrickstar.tracing.live_bytes import LiveBytes
 from patrickstar.units import MIB, format_bytes
 
@@ -144,7 +144,7 @@ class Room:
         if actions:
             # What is alive between two moments is part of both.
             store.hold_beside(now if self.is_measured else min(now, self._before_bytes))
-            self.carry_out(actions, f"{phase} {label}", pending)
+            self.carry_out(actions, phase + " " + label, pending)
         if store.units.committed_slots > store.units.limit_slots:
             store.units.trim()
         store.hold_beside(now)
@@ -153,7 +153,7 @@ class Room:
     def carry_out(self, actions: Sequence[Action], during: str, pending: PendingStep | None = None) -> None:
         """Has actions done, updates as the step has them that is pending. What comes after one that fails begins elsewhere than in the plan."""
         try:
-            with self.uncounted():
+            with Plain() if self.meter is None else self.uncounted():
                 self._store.carry_out(actions, during=during, update_work=None if pending is None else pending.work)
         except BaseException:
             self._pilot.stretch.depart(f"a transfer at {during} was not done")
@@ -496,5 +496,5 @@ def slots_after(actions: Sequence[Action], store: ChunkStore) -> int:
     compute = store.state.compute
     in_use = store.state.slots_used[compute]
     for action in actions:
-        in_use += slots_taken(action, compute)
+        in_use += 0 if isinstance(action, Wait) else slots_taken(action, compute)
     return in_use

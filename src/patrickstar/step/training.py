@@ -75,15 +75,14 @@ class Training(ABC):
             with self.executor.quiet():
                 self._sums.add(bound.name, gradient)
         else:
-            self.in_chunks.add(bound, gradient)
+            self.in_chunks.add(bound, gradient, in_block=not self.in_backward and bool(self.binding.access.open))
 
     # backward calls: torch tells of the end of the innermost one alone, and only whoever asks inside of that
 
-    def _notice_gradient(self) -> None:
+    def _notice_backward(self) -> None:
         """Notes that the innermost backward has a gradient to give, now or at its end."""
-        if self._bringing != backward_id():
-            self._bringing = backward_id()
-            at_end_of_backward(self._end)
+        self._bringing = backward_id()
+        at_end_of_backward(self._end)
 
     def notice_recomputation(self) -> None:
         """Notes that a block is computed again: all gradients may come from backwards inside of this one, whose end is still the end of all."""

@@ -21,6 +21,7 @@ from patrickstar.step.overflow import OverflowFlag, names_of, read
 from patrickstar.step.pending_step import Factors
 from patrickstar.step.training import Training
 from patrickstar.step.whole import Whole
+from patrickstar.torch_private import backward_id
 
 __all__ = ["DeferredTraining"]
 
@@ -47,7 +48,8 @@ class DeferredTraining(Training):
         stretch = self.executor.pilot.stretch
         if not stretch.gave_gradients:
             stretch.gives_gradients()
-        self._notice_gradient()
+        if self._bringing != backward_id():
+            self._notice_backward()
         if not self.binding.gradients.stay:
             self._keep(self.binding.records[name], gradient)
 
@@ -170,8 +172,7 @@ class DeferredTraining(Training):
         names = [
             name for name in self.binding.by_name if name in hypers and (name in self.in_chunks.names or name in own)
         ]
-        for name in names:
-            self.late_planes.thaw(name)
+        self.late_planes.thaw(*names)
         # From this call on the values count as changed, whenever the work is done: autograd must not take what it saved for current.
         self.binding.changes.outdate(names)
         self.stretches.step_ended()
@@ -180,7 +181,7 @@ class DeferredTraining(Training):
             self.updates.do_now(order)
         else:
             self.executor.pending = order
-            if self.stretches.blocks.are_held():
+            if self.stretches.blocks.bound and self.stretches.blocks.are_held():
                 self.executor.settle()  # nobody is asked before a view that a block has given away is read
 
     def _step_whole(self, hypers: Mapping[str, Hyper]) -> None:

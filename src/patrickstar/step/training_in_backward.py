@@ -105,7 +105,8 @@ class InBackwardTraining(Training):
             self._backward_hypers = dict(self.hypers())
             self._begin_gathering()
             self._unfinished = True
-        self._notice_gradient()
+        if self._bringing != backward_id():
+            self._notice_backward()
         if not self.whole.why:
             if name in self._updated:
                 raise StateError(_SECOND_BACKWARD)

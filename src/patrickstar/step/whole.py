@@ -13,7 +13,7 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, WEIGHT, PlaneRef
 from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.errors import BudgetError, StateError
-from patrickstar.memory.interruptions import interruptions_put_off
+from patrickstar.memory.interruptions import InterruptionsPutOff
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.passes import Passes, update_all
 from patrickstar.parameters.binding import Binding
@@ -170,7 +170,7 @@ class Whole:
                 planes = alike.setdefault((hypers[name], steps.get(name, 0) + 1), [])
                 for place in self._pieces(name):
                     planes.append((place.weight, flat[place.span], place.exp_avg, place.exp_avg_sq))
-            with interruptions_put_off():  # between two tensors weights would be of no one step
+            with InterruptionsPutOff():  # between two tensors weights would be of no one step
                 for (hyper, step), planes in alike.items():
                     update_all(self.passes[device], planes, step=step, hyper=hyper)
                 for name in names:

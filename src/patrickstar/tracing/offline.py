@@ -92,6 +92,7 @@ class _Twin(Owner):
         self._backwards: set[int] = set()
         self.in_blocks = False
         self._updated: set[str] = set()
+        self._last: Sequence[Touch] = ()  # of the last moment
 
     def _is_slot(self, tensor: Tensor) -> bool:
         return self._making_slot or self.leases.is_counted(tensor)
@@ -106,6 +107,7 @@ class _Twin(Owner):
 
     def _moment(self, phase: Phase, label: str, touches: Sequence[Touch]) -> None:
         self.recorder.moment(phase, label, touches, self.leases.held())
+        self._last = touches
 
     def make_copy(self, key: CopyKey) -> Tensor:
         assert self.binding is not None
@@ -157,8 +159,8 @@ class _Twin(Owner):
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         self._notice_backward()
+        assert self.binding is not None
         if self.in_blocks and self._touches.updates_at_once(name):  # where uses are not counted
-            assert self.binding is not None
             if name in self._updated:
                 raise NotInBlocksError(f"the gradient of {name} comes in parts")
             self._updated.add(name)
@@ -166,13 +168,15 @@ class _Twin(Owner):
         if self._touches.adds_up(name, str(gradient.dtype).removeprefix("torch.")):
             self._sums.add(name, gradient)
         else:
-            self._add(name, gradient)
+            in_block = self._touches.gradients is GradientUse.CHUNK and bool(self.binding.access.open)
+            self._add(name, gradient, in_block=in_block)
 
-    def _add(self, name: str, gradient: Tensor) -> None:
+    def _add(self, name: str, gradient: Tensor, *, in_block: bool = False) -> None:
         assert self.binding is not None
         flat = self.binding.records[name].flat(gradient)  # noqa: F841  (where it is a copy, it lives as long as a real one)
         for _, touches in self._touches.gradient(name):
-            self._moment(Phase.BACKWARD, name, touches)
+            if not in_block or touches != self._last:
+                self._moment(Phase.BACKWARD, name, touches)
 
     def has_gradient(self, name: str) -> bool:  # noqa: ARG002
         raise CannotTrace("the forward reads gradients")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from patrickstar.torch_private import checks_for_nan
+from patrickstar.torch_private import Plain, checks_for_nan
 
 __all__ = ["Signature", "asks_for_gradients", "can_be_traced", "leaves", "signature"]
 
@@ -41,7 +41,8 @@ def signature(
     """
     # Which modules train and which parameters are frozen decides what is saved for backward.
     training = hash(tuple([module.training for module in modules]))
-    trainable = hash(tuple([parameter.requires_grad for parameter in parameters]))
+    with Plain():
+        trainable = hash(tuple([parameter.requires_grad for parameter in parameters]))
     modes = (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
