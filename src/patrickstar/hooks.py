@@ -20,8 +20,6 @@ from torch.utils.hooks import RemovableHandle
 
 from patrickstar.torch_private import is_compiling, uncompiled
 
-__all__ = ["ModuleCalls", "ModuleEvents", "Watched", "watch_calls", "watch_parameters", "watch_root"]
-
 _NAMES: Final = ("__module__", "__qualname__", "__doc__")
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

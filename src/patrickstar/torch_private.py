@@ -20,48 +20,6 @@ from torch.overrides import _push_mode as _push_function_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = [
-    "OBSERVERS_KEY",
-    "NotInference",
-    "Plain",
-    "Seen",
-    "Undispatched",
-    "Unseen",
-    "allocated_bytes",
-    "are_saved_tensors_hooks_allowed",
-    "around_compilation",
-    "at_end_of_backward",
-    "attach_out_of_memory_observer",
-    "backward_id",
-    "backward_makes_graph",
-    "call_without_hooks_of_all_modules",
-    "checks_for_nan",
-    "computes_bf16",
-    "computes_fp16",
-    "has_step_pre_hooks",
-    "has_views",
-    "inside_backward_node",
-    "inside_node_of_torch",
-    "is_checkpoints",
-    "is_compiling",
-    "is_profiled",
-    "never_compile",
-    "next_sequence_number",
-    "no_gradients",
-    "one_thread_here",
-    "overrides_are_on",
-    "refuse_reads",
-    "saves_on_cpu",
-    "storage_at",
-    "top_saved_tensors_hooks",
-    "transform_level",
-    "uncompiled",
-    "unobserved",
-    "unprofiled",
-    "without_modes",
-    "writes_by_schema",
-]
-
 Plain = torch._C.DisableTorchFunctionSubclass
 """Context in which tensor subclasses behave as plain tensors."""
 

@@ -18,7 +18,7 @@ BLOCKS: tuple[Mutant, ...] = (
         drop("bound.parameter.__class__ = ..."), ORDINARY
     ),
     Fault("a-block-is-left-before-it-has-run", "parameters.weight_access:WeightAccess.enter").by(
-        drop("bound.tensor().data = ...", nth=2), ORDINARY
+        drop("bound.tensor().data = ..."), ORDINARY
     ),
     Fault("what-a-block-saves-holds-its-slots", "parameters.blocks:Blocks.call").by(
         replace("torch.is_grad_enabled()", "False", nth=2), ORDINARY
@@ -45,13 +45,13 @@ BLOCKS: tuple[Mutant, ...] = (
         never("are_held"), f"{FILE}::test_a_view_that_outlives_its_block_shows_what_its_weight_becomes[deferred]"
     ),
     Fault("a-block-that-is-checkpointed-inside-reads-placeholders", "parameters.saved:SavedTensors.around_use").by(
-        always("in_blocks"), f"{KINDS}[checkpointed inside]"
+        assign("is_inside", "False"), f"{KINDS}[checkpointed inside]"
     ),
     Fault("a-saved-output-holds-itself", "parameters.saved:SavedTensors.around_use").by(
         never("grad_fn"), f"{FILE}::test_a_graph_that_is_let_go_of_is_freed"
     ),
-    Fault("blocks-that-do-not-fit-are-bound-all-the-same", "step.fitting_blocks:FittingBlocks.foresee").by(
-        replace("self._beyond(foreseen.trace)", "set()"),
+    Fault("blocks-that-do-not-fit-are-bound-all-the-same", "step.fitting_blocks:FittingBlocks._smaller").by(
+        replace("beyond(...)", "[]"),
         f"{FILE}::test_blocks_that_do_not_fit_are_bound_by_what_is_inside_of_them",
     ),
     Fault("a-compiled-block-runs-uncompiled-where-it-does-not-fit", "parameters.blocks:Place.without").by(

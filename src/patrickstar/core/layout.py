@@ -145,7 +145,11 @@ class Layout:
             for index, tile in enumerate(place.tiles)
         }
         object.__setattr__(self, "_labels", labels)
-        object.__setattr__(self, "_parts", {label: tuple(self._parts_of(label)) for label in (*self.slices, *labels)})
+        object.__setattr__(
+            self,
+            "_parts",
+            {label: tuple(_parts_of(self.tiles(label), self.chunk_numel)) for label in (*self.slices, *labels)},
+        )
         object.__setattr__(self, "_run_of", tuple(run for run in self.runs for _ in range(run.length)))
         object.__setattr__(self, "has_frozen", any(group.frozen for group in self.groups))
         heads = [group.head for group in self.groups]
@@ -226,17 +230,6 @@ class Layout:
         """
         return self._parts[label]
 
-    def _parts_of(self, label: str) -> Iterator[Part]:
-        tiles = self.tiles(label)
-        for tile in tiles:
-            at, stop = tile.offset, tile.offset + tile.numel
-            before = tile.tensor_start - tiles[0].tensor_start - tile.offset
-            while at < stop:
-                ordinal, start = divmod(at, self.chunk_numel)
-                numel = min(stop - at, self.chunk_numel - start)
-                yield Part(tile.chunk + ordinal, start, start + numel, before + at)
-                at += numel
-
     def tensors_in(self, chunk: int) -> tuple[Piece, ...]:
         """Pieces of tensors in this one chunk, by rising `start`: (name, start, stop, tensor_start)."""
         return self._pieces[chunk]
@@ -268,6 +261,17 @@ class Layout:
     def __reduce__(self) -> tuple[Callable[..., Layout], tuple[Any, ...]]:
         # A mapping proxy neither pickles nor copies.
         return Layout, (self.chunk_numel, self.runs, dict(self.slices), self.groups)
+
+
+def _parts_of(tiles: Sequence[Tile], chunk_numel: int) -> Iterator[Part]:
+    for tile in tiles:
+        at, stop = tile.offset, tile.offset + tile.numel
+        before = tile.tensor_start - tiles[0].tensor_start - tile.offset
+        while at < stop:
+            ordinal, start = divmod(at, chunk_numel)
+            numel = min(stop - at, chunk_numel - start)
+            yield Part(tile.chunk + ordinal, start, start + numel, before + at)
+            at += numel
 
 
 def aligned(numel: int) -> int:

@@ -30,8 +30,6 @@ from patrickstar.parameters.functions import ESCAPES, NEEDS_NO_DATA, REPOINTS, S
 from patrickstar.parameters.transforms import expect_no_transform
 from patrickstar.parameters.weight_access import WeightAccess
 
-__all__ = ["STEP", "AssembledRecord", "AssembledTensors", "no_memory", "title"]
-
 STEP: Final = "step"
 """The name, in the place of a plane, of a parameter's count of updates."""
 

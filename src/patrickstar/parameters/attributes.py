@@ -20,8 +20,6 @@ from patrickstar.parameters.transforms import expect_no_transform
 from patrickstar.parameters.weight_access import WeightAccess
 from patrickstar.torch_private import backward_id
 
-__all__ = ["Attributes", "DetachedAliases", "not_its_own"]
-
 
 @dataclass(frozen=True, slots=True)
 class Attributes:

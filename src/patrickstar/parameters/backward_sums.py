@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-__all__ = ["BackwardSums"]
-
 
 class BackwardSums:
     """The sums so far of the backward that is under way, by parameter or tile."""

@@ -60,8 +60,6 @@ from patrickstar.parameters.whole_parameters import WholeParameters
 from patrickstar.plan.touches import UseCounts
 from patrickstar.torch_private import Plain, transform_level
 
-__all__ = ["Binding"]
-
 
 class Found(NamedTuple):
     """The managed tensors among the arguments of a function, in nested lists, tuples and dicts.

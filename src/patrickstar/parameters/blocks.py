@@ -42,8 +42,6 @@ from patrickstar.torch_private import (
     unobserved,
 )
 
-__all__ = ["Blocks", "NotInBlocksError", "Place", "places_in"]
-
 _Result = TypeVar("_Result")
 Tell = Callable[[str, Sequence[Touch]], None]
 

@@ -19,8 +19,6 @@ from patrickstar.memory.leases import WeightKey
 from patrickstar.plan.touches import gradient_parts
 from patrickstar.torch_private import refuse_reads
 
-__all__ = ["BoundParameter", "make_records", "names_by_id", "placeholder", "with_tiles"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundParameter:

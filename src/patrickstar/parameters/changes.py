@@ -29,9 +29,6 @@ from patrickstar.parameters.owner import Rewriting
 from patrickstar.parameters.weight_access import WeightAccess
 from patrickstar.torch_private import Plain, backward_id
 
-__all__ = ["NOT_COUNTED", "Changes", "UnseenChangeError", "WatchedUse"]
-
-
 NOT_COUNTED, _CHANGES = -1, -2
 """Versions, in the place of a count of changes, of a tensor whose changes nobody counts, and of one that changes whatever is counted."""
 

@@ -14,8 +14,6 @@ from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.tiles import NOT_ONE_TENSOR
 from patrickstar.torch_private import Plain
 
-__all__ = ["differentiate"]
-
 
 def differentiate(
     func: Callable[..., Any],

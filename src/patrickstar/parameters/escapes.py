@@ -13,8 +13,6 @@ from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.changes import Changes
 from patrickstar.parameters.weight_access import WeightAccess
 
-__all__ = ["EscapedMemory"]
-
 
 class EscapedMemory:
     """The watch over memory that has been handed out, by digests, compared before anything moves.

@@ -17,25 +17,6 @@ from torch.nn import functional
 
 from patrickstar.torch_private import writes_by_schema
 
-__all__ = [
-    "ESCAPES",
-    "HOOKS",
-    "NEEDS_NO_DATA",
-    "REPOINTS",
-    "SCATTERS",
-    "SHAPE_ONLY",
-    "STRIDED",
-    "Effects",
-    "accessor",
-    "counted",
-    "effects_of",
-    "from_offset",
-    "is_of_several",
-    "one_by_one",
-    "uncounted",
-    "writes_to",
-]
-
 
 def accessor(name: str, kind: str) -> Callable[..., Any]:
     """The function by which torch's override protocol knows reading ("__get__"), writing ("__set__") or deleting ("__delete__") an attribute."""

@@ -20,8 +20,6 @@ from patrickstar.parameters.used_gradients import USED, UsedGradients
 from patrickstar.parameters.weight_access import WeightAccess
 from patrickstar.torch_private import Plain
 
-__all__ = ["GradientAccess"]
-
 
 class GradientAccess:
     """The gradients of bound parameters, as PyTorch's users know them.

@@ -11,8 +11,6 @@ from patrickstar.core.trace import Touch
 from patrickstar.memory.leases import AssembledKey, CopyKey, WeightKey
 from patrickstar.parameters.bound import BoundParameter
 
-__all__ = ["Owner", "Rewriting"]
-
 
 class Owner(Protocol):
     """The owner of the bytes: `Events` for a session, or the twin of a trial run, which only writes down what is asked for.

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from patrickstar.torch_private import Plain
 
-__all__ = ["managed_classes"]
-
 
 class Handler(Protocol):
     """The binding, as far as the classes of its parameters know it."""

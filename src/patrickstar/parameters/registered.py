@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["Registered"]
-
 
 class Registered:
     """The modules of a model with their parameters, as they are now.

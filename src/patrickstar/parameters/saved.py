@@ -38,8 +38,6 @@ from patrickstar.torch_private import (
     transform_level,
 )
 
-__all__ = ["SavedSlice", "SavedTensors", "WeightChangedError"]
-
 
 class SavedSlice(NamedTuple):
     """An alias of a managed parameter, as autograd saved it.

@@ -22,8 +22,6 @@ from torch.nn.functional import embedding, linear
 
 from patrickstar.parameters.bound import BoundParameter
 
-__all__ = ["NOT_ONE_TENSOR", "TILED", "tile_by_tile"]
-
 TILED: Final = frozenset({linear, embedding})
 """The functions that may go tile by tile."""
 

@@ -15,8 +15,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from patrickstar.errors import StateError
 from patrickstar.torch_private import is_compiling, overrides_are_on, transform_level
 
-__all__ = ["expect_no_transform", "expect_ordinary_call", "is_compiled", "is_ordinary_call"]
-
 _COPY = "or do it with a copy, copy.deepcopy(model), which has ordinary parameters"
 _COMPILED = (
     "torch.compile() cannot see parameters that lie in chunks. Leave compile() out while the model is managed, or compile functions that are given "

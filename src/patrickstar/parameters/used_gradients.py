@@ -12,8 +12,6 @@ from patrickstar.parameters.assembled import AssembledTensors
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.torch_private import Plain
 
-__all__ = ["USED", "UsedGradients"]
-
 USED = 'it was used and released (step="in_backward"; step="deferred" keeps gradients until zero_grad())'
 
 

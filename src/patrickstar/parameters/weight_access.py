@@ -19,8 +19,6 @@ from patrickstar.parameters.transforms import expect_no_transform
 from patrickstar.plan.touches import UseCounts
 from patrickstar.torch_private import NotInference, Plain, backward_id, transform_level
 
-__all__ = ["WeightAccess"]
-
 
 class WeightAccess:
     """Gives parameters the bytes of their units, or of copies, for as long as they are used.

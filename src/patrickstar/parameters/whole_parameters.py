@@ -17,8 +17,6 @@ from patrickstar.parameters.gradient_access import GradientAccess
 from patrickstar.parameters.owner import Owner
 from patrickstar.torch_private import Plain
 
-__all__ = ["WholeParameters", "manager_of"]
-
 
 def manager_of(parameter: Tensor) -> Owner | None:
     """The owner of a parameter's bytes; None where nobody manages it."""

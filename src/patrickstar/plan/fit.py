@@ -68,7 +68,7 @@ def worst_moment(
 
 
 def beyond(trace: Trace, budget_bytes: int, *, start: Residency) -> list[Moment]:
-    """Those moments of a step, which comes after others, that need more than a budget."""
+    """The moments of a step, which comes after others, that need more than a budget."""
     counts = slots_needed(trace, start=start, has_contents=_once_trained)
     return [
         moment

@@ -17,8 +17,6 @@ from patrickstar.session.loading import Loading
 from patrickstar.session.parts import Parts
 from patrickstar.step.values import Weights
 
-__all__ = ["take_over"]
-
 _log = logging.getLogger("patrickstar")
 
 

@@ -34,8 +34,6 @@ from patrickstar.step.budgets import find_resources
 from patrickstar.step.resources import uncounted_settings
 from patrickstar.step.training_deferred import DeferredTraining
 
-__all__ = ["assemble"]
-
 _log = logging.getLogger("patrickstar")
 
 

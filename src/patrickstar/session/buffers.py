@@ -10,9 +10,6 @@ from torch import Tensor, nn
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.step.precision import Precision, lies_in
 
-__all__ = ["Kind", "all_buffers", "fit_buffers", "persistent_buffers", "put_back", "put_on_meta", "restore_buffers"]
-
-
 Kind = tuple[torch.dtype, torch.device]
 """Type and place of a buffer."""
 

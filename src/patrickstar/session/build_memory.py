@@ -22,8 +22,6 @@ from patrickstar.session.start import Setup, resting_state
 from patrickstar.step.precision import torch_type
 from patrickstar.units import parse_rate
 
-__all__ = ["build_memory"]
-
 
 def build_memory(setup: Setup, *, make_lane: MakeLane | None = None) -> ChunkStore:
     """The store with every unit at home, without contents yet.

@@ -44,8 +44,6 @@ from patrickstar.step.values import Weights
 from patrickstar.step.whole import Whole
 from patrickstar.units import format_bytes
 
-__all__ = ["build_step"]
-
 
 def build_step(
     model: nn.Module,

@@ -13,8 +13,6 @@ from patrickstar.deferred.operations import is_dense
 from patrickstar.errors import ConfigError, LayoutError, StateError
 from patrickstar.parameters.whole_parameters import manager_of
 
-__all__ = ["check_model"]
-
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 

@@ -16,8 +16,6 @@ from patrickstar.session.buffers import put_on_meta, restore_buffers
 from patrickstar.session.optimizer_target import states_of
 from patrickstar.session.parts import Parts, Ties
 
-__all__ = ["Closing"]
-
 _log = logging.getLogger("patrickstar")
 
 

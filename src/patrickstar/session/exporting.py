@@ -14,8 +14,6 @@ from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.session.loading import tensors_of
 from patrickstar.session.parts import Parts
 
-__all__ = ["export_model"]
-
 
 def export_model(parts: Parts, directory: Path, *, shard_bytes: int) -> None:
     """Writes parameters in fp32, persistent buffers in the type they have, and the configuration.

@@ -33,8 +33,6 @@ from patrickstar.step.resources import Resources
 from patrickstar.step.room import EARLY_BYTES
 from patrickstar.tracing.offline import CannotTrace
 
-__all__ = ["Forecast", "forecast"]
-
 _TRIES = 4  # of budgets that may be enough
 
 

@@ -20,8 +20,6 @@ from patrickstar.plan.residency import Residency
 from patrickstar.session.buffers import persistent_buffers
 from patrickstar.step.budgets import Budgets
 
-__all__ = ["Loading", "matched", "tensors_of"]
-
 _log = logging.getLogger("patrickstar")
 _PIECE_NUMEL = 1 << 20
 _SHOWN = 5

@@ -13,8 +13,6 @@ from patrickstar.config.options import Options
 from patrickstar.session.assemble import assemble
 from patrickstar.session.session import Session
 
-__all__ = ["manage"]
-
 
 def manage(
     model: nn.Module,

@@ -21,8 +21,6 @@ from patrickstar.session.state_mapping import StateMapping
 from patrickstar.step.training import Training
 from patrickstar.units import format_bytes
 
-__all__ = ["OptimizerTarget", "states_of"]
-
 
 @dataclass(frozen=True)
 class OptimizerTarget:

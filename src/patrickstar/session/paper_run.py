@@ -23,8 +23,6 @@ from patrickstar.plan.touches import master_touches
 from patrickstar.session.smallest import let_gradients_go
 from patrickstar.step.budgets import Budgets
 
-__all__ = ["PaperRun", "PaperStep"]
-
 _STEPS_TO_SETTLE = 12
 
 

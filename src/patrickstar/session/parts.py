@@ -21,8 +21,6 @@ from patrickstar.step.training import Training
 from patrickstar.step.values import Weights
 from patrickstar.step.whole import Whole
 
-__all__ = ["Parts", "Ties"]
-
 
 @dataclass(frozen=True, slots=True)
 class Parts:

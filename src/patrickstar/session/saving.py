@@ -22,8 +22,6 @@ from patrickstar.optim.state import restore_groups
 from patrickstar.session.buffers import persistent_buffers
 from patrickstar.session.parts import Parts
 
-__all__ = ["Saving"]
-
 _EXACT_IN_FP32 = (torch.bfloat16, torch.float16)
 _PLANES = MappingProxyType({"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ})
 

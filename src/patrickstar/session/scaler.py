@@ -14,8 +14,6 @@ from patrickstar.step.overflow import OverflowFlag, names_of
 from patrickstar.step.training_deferred import DeferredTraining
 from patrickstar.torch_private import has_step_pre_hooks
 
-__all__ = ["LossScaler"]
-
 _log = logging.getLogger("patrickstar")
 
 

@@ -26,8 +26,6 @@ from patrickstar.session.stats import Stats, gather_stats
 from patrickstar.step.training import Training
 from patrickstar.units import parse_size
 
-__all__ = ["Session"]
-
 
 class Session:
     """A model and an optimizer under management, made by `patrickstar.manage`. Use as a context manager, or call `close()`.

@@ -21,8 +21,6 @@ from patrickstar.plan.residency import Residency
 from patrickstar.session.start import Setup, add_gradients, resting_state
 from patrickstar.units import MIB
 
-__all__ = ["let_gradients_go", "smallest_budgets"]
-
 _GRAIN_BYTES = 64 * MIB
 _TRIES = 6
 

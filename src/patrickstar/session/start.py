@@ -40,9 +40,6 @@ from patrickstar.step.resources import Resources
 from patrickstar.tracing.offline import OfflineTracer
 from patrickstar.units import format_bytes
 
-__all__ = ["Setup", "add_gradients", "find_tiles", "layout_of", "resting_state", "set_up", "with_pass_bytes"]
-
-
 BindingKind = Literal["whole", "blocks", "use"]
 
 

@@ -15,8 +15,6 @@ from patrickstar.parameters.assembled import STEP, title
 from patrickstar.session.parts import Parts
 from patrickstar.step.assembling import count_of
 
-__all__ = ["ParameterState", "StateMapping"]
-
 FIELDS: Final = (STEP, EXP_AVG, EXP_AVG_SQ)
 _T = TypeVar("_T")
 

@@ -10,8 +10,6 @@ from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.session.parts import Parts
 from patrickstar.units import format_bytes
 
-__all__ = ["Stats", "gather_stats"]
-
 
 @dataclass(frozen=True, slots=True)
 class Stats:

@@ -22,8 +22,6 @@ from patrickstar.step.gradients import Gradients
 from patrickstar.step.values import Weights
 from patrickstar.units import format_bytes
 
-__all__ = ["Assembling", "count_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Assembling:

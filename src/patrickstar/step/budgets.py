@@ -20,8 +20,6 @@ from patrickstar.plan.simulate import Simulation
 from patrickstar.step.resources import Resources
 from patrickstar.units import KIB, MIB, format_bytes, parse_size
 
-__all__ = ["DEVICE_SHARE", "HOST_SHARE", "Budgets", "find_budgets", "find_resources", "leaves_room", "with_retention"]
-
 _CPU = torch.device("cpu")
 # What a tier's budget is of what is free there, where none is given.
 HOST_SHARE = 0.8

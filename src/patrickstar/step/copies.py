@@ -15,8 +15,6 @@ from patrickstar.plan.touches import Touches
 from patrickstar.step.executor import Executor
 from patrickstar.step.precision import Precision
 
-__all__ = ["Copies"]
-
 
 class Copies:
     """Makes copies, and carries what is changed in them back."""

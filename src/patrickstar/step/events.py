@@ -30,8 +30,6 @@ from patrickstar.step.training import Training
 from patrickstar.torch_private import backward_id, backward_makes_graph
 from patrickstar.tracing.cast_inputs import cast_inputs
 
-__all__ = ["Events", "Neighbours", "expect_own_parameters"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbours:

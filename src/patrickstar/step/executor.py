@@ -22,8 +22,6 @@ from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.room import Room
 from patrickstar.torch_private import NotInference, Plain, backward_id, no_gradients
 
-__all__ = ["Executor"]
-
 
 class Executor:
     """Has everything done that must happen before a moment, one moment after another.

@@ -19,8 +19,6 @@ from patrickstar.plan.residency import Residency
 from patrickstar.step.budgets import Budgets, with_retention
 from patrickstar.tracing.offline import Foreseen, OfflineTracer
 
-__all__ = ["FittingBlocks"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittingBlocks:

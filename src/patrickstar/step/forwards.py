@@ -26,8 +26,6 @@ from patrickstar.tracing.offline import CannotTrace
 from patrickstar.tracing.signature import Signature, can_be_traced, signature
 from patrickstar.units import format_bytes
 
-__all__ = ["KnownForwards"]
-
 _KEPT_KINDS = 64
 _UNTRACEABLE = "the forward cannot be traced: {}"
 _log = logging.getLogger("patrickstar")

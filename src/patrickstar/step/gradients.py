@@ -28,8 +28,6 @@ from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.overflow import Overflow
 from patrickstar.torch_private import NotInference, Plain, no_gradients
 
-__all__ = ["Gradients", "in_plane"]
-
 
 @dataclass(eq=False)
 class Gradients:

@@ -23,8 +23,6 @@ from patrickstar.plan.residency import Residency
 from patrickstar.plan.stretch import Stretch
 from patrickstar.tracing.signature import Signature
 
-__all__ = ["BEING_MEASURED", "KnownForward", "like_a_larger_one"]
-
 BEING_MEASURED = "the forward did not go as its trace; it is being measured"
 _MEASUREMENTS = 3
 _NOT_MEASURED = (

@@ -23,8 +23,6 @@ from patrickstar.plan.residency import Residency, slots_of
 from patrickstar.plan.touches import update_touches
 from patrickstar.step.executor import Executor
 
-__all__ = ["LatePlanes"]
-
 _WIDE = 4  # bytes of an element in fp32
 _Homes = dict[PlaneRef, Tier]
 _Slots = Mapping[PlaneRef, int]

@@ -19,8 +19,6 @@ from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.touches import Touches
 from patrickstar.step.executor import Executor
 
-__all__ = ["MastersByHand"]
-
 
 @dataclass(frozen=True, slots=True)
 class MastersByHand:

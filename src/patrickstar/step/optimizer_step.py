@@ -29,8 +29,6 @@ from patrickstar.step.precision import torch_type
 from patrickstar.step.stretches import Stretches
 from patrickstar.torch_private import one_thread_here
 
-__all__ = ["OptimizerStep"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Range:

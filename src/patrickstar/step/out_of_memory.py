@@ -13,8 +13,6 @@ from patrickstar.step.executor import Executor
 from patrickstar.step.room import DeviceRoom
 from patrickstar.units import format_bytes
 
-__all__ = ["OutOfMemory"]
-
 
 @dataclass(frozen=True, eq=False)
 class OutOfMemory:

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from patrickstar.core.cuda_blocks import cuda_block_bytes
 
-__all__ = ["Overflow", "OverflowFlag", "names_of", "overflow_bytes", "read"]
-
 _BLOCK = 128  # flags of 4 bytes: together what an allocator of a device gives out for one
 
 

@@ -28,8 +28,6 @@ from patrickstar.memory.lanes import Task
 from patrickstar.optim.hyper import Hyper
 from patrickstar.plan.weave import needs_before
 
-__all__ = ["Doer", "Factors", "PendingStep"]
-
 Factors = Mapping[str, tuple[Tensor, ...]]
 """Factors that gradients are multiplied with first, in order (0-dim fp32), by name."""
 

@@ -16,8 +16,6 @@ from patrickstar.core.layout import Layout
 from patrickstar.errors import ConfigError
 from patrickstar.step.resources import Resources
 
-__all__ = ["Precision", "find_precision", "lies_in", "model_precision", "torch_type"]
-
 _TYPES: Final = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

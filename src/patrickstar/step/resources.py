@@ -13,8 +13,6 @@ from patrickstar.memory.driver import granule_bytes
 from patrickstar.memory.process import available_bytes, resident_bytes, total_bytes
 from patrickstar.torch_private import computes_bf16, computes_fp16
 
-__all__ = ["Resources", "uncounted_settings"]
-
 _FAST_BF16_FROM = (8, 0)  # compute capability; before, bf16 is computed in fp32
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _COARSE_SETTINGS = ("max_split_size_mb", "roundup_power2_divisions")

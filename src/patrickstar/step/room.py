@@ -46,8 +46,6 @@ from patrickstar.torch_private import Plain, allocated_bytes
 from patrickstar.tracing.live_bytes import LiveBytes
 from patrickstar.units import MIB, format_bytes
 
-__all__ = ["EARLY_BYTES", "DeviceRoom", "EmulatedRoom", "HostRoom", "Room", "room_of"]
-
 _SLACK_BYTES = 40 * MIB  # of the 48 MiB of fixed costs
 _SLACK_SHARE = 128  # of the 1 % of them
 # Above what chunks and activations may take: from here on the allocator is asked for what it keeps.

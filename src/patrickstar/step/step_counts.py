@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 from patrickstar.plan.stretch import Stretch, StretchKind
 
-__all__ = ["StepCounts"]
-
 _log = logging.getLogger("patrickstar")
 
 

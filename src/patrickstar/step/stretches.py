@@ -32,8 +32,6 @@ from patrickstar.step.whole import Whole
 from patrickstar.tracing.signature import asks_for_gradients, can_be_traced
 from patrickstar.units import format_bytes
 
-__all__ = ["Stretches"]
-
 _UNKNOWN_SHARE = 4
 
 

@@ -26,8 +26,6 @@ from patrickstar.step.optimizer_step import OptimizerStep
 from patrickstar.step.stretches import Stretches
 from patrickstar.torch_private import Plain, at_end_of_backward, backward_id, inside_backward_node
 
-__all__ = ["Training"]
-
 _log = logging.getLogger("patrickstar")
 
 

@@ -23,8 +23,6 @@ from patrickstar.step.training import Training
 from patrickstar.step.whole import Whole
 from patrickstar.torch_private import backward_id
 
-__all__ = ["DeferredTraining"]
-
 
 @dataclass(kw_only=True, eq=False)
 class DeferredTraining(Training):

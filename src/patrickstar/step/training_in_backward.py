@@ -21,8 +21,6 @@ from patrickstar.step.training import Training
 from patrickstar.step.whole import Whole
 from patrickstar.torch_private import backward_id
 
-__all__ = ["InBackwardTraining"]
-
 _SECOND_BACKWARD = (
     'a second backward before optimizer.step() with step="in_backward": parameters have been updated from the first. '
     'Call optimizer.step() after each backward, or manage with step="deferred" to accumulate'

@@ -22,8 +22,6 @@ from patrickstar.plan.touches import master_touches
 from patrickstar.step.executor import Executor
 from patrickstar.step.late_planes import LatePlanes
 
-__all__ = ["Weights"]
-
 _BLOCK_NUMEL = 1 << 18
 """Elements of a 16-bit parameter whose masters are in memory at once, 1 MiB of them: a chunk's would take twice what its weights do."""
 

@@ -24,8 +24,6 @@ from patrickstar.step.late_planes import LatePlanes
 from patrickstar.torch_private import has_views
 from patrickstar.units import format_bytes
 
-__all__ = ["Whole"]
-
 _log = logging.getLogger("patrickstar")
 
 

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["cast_inputs"]
-
 
 def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
     """Inputs with floating tensors in this type, in nested containers too; what needs no cast is the very same object."""

@@ -18,8 +18,6 @@ from torch import Tensor
 from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.tracing.seen_operations import show_to, shown_to
 
-__all__ = ["LiveBytes"]
-
 
 class LiveBytes:
     """The bytes of living tensors made while it counts.

@@ -11,8 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from patrickstar.torch_private import Plain, Undispatched
 
-__all__ = ["MissingOperations"]
-
 _aten = torch.ops.aten
 _REDUCED = frozenset((_aten.mse_loss, _aten.smooth_l1_loss, _aten.binary_cross_entropy, _aten.soft_margin_loss))
 

@@ -50,8 +50,6 @@ from patrickstar.tracing.side_effects import CopiedFunctions, HooklessTensors, d
 from patrickstar.tracing.signature import leaves
 from patrickstar.tracing.trial_values import Endless, KnownValues
 
-__all__ = ["CannotTrace", "Foreseen", "OfflineTracer"]
-
 _log = logging.getLogger("patrickstar")
 _LIKELY = 0.5
 _EXTREMES = (0.0, 1.0)

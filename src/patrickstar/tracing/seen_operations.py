@@ -20,8 +20,6 @@ import torch
 from patrickstar.torch_private import OBSERVERS_KEY as _KEY
 from patrickstar.torch_private import Plain, around_compilation, unobserved
 
-__all__ = ["show_to", "shown_to"]
-
 # Not shown: of a result with a Python object, which is a plain tensor's, no subclass can be made.
 _ALIASES = ("detach", "alias", "lift_fresh")
 _SEERS = "patrickstar.seers"

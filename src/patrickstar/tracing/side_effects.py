@@ -39,8 +39,6 @@ from patrickstar.torch_private import (
     without_modes,
 )
 
-__all__ = ["CopiedFunctions", "HooklessTensors", "drop_hooks", "no_side_effects"]
-
 _OF_TORCH = (WeightNorm, SpectralNorm, BasePruningMethod)
 _LIBRARIES = frozenset(("peft", "transformers"))  # their models record outputs, and mark inputs, in hooks
 _KEPT = (nn.Module, MethodType, FunctionType, list, dict, set)

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from patrickstar.torch_private import Plain, checks_for_nan
 
-__all__ = ["Signature", "asks_for_gradients", "can_be_traced", "leaves", "signature"]
-
 
 @dataclass(frozen=True, slots=True)
 class Signature:

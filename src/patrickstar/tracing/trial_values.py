@@ -26,8 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from patrickstar.torch_private import Plain, Undispatched, backward_id, checks_for_nan
 
-__all__ = ["Endless", "KnownValues"]
-
 _MOST_ELEMENTS = 1 << 16
 _MOST_READS = 1000
 _CPU = torch.device("cpu")
