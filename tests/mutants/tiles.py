@@ -54,7 +54,7 @@ TILES: tuple[Mutant, ...] = (
         "a-parameter-is-updated-from-its-tiles-while-a-gradient-of-the-whole-is-still-to-come",
         "plan.touches:Touches.comes_whole",
     ).by(returns("True", nth=2), f"{TESTS}::test_other_uses_in_backward_update_each_parameter_once"),
-    Fault("tiles-that-lie-behind-each-other-are-numbered-from-the-first", "core.layout:Layout._parts_of").by(
+    Fault("tiles-that-lie-behind-each-other-are-numbered-from-the-first", "core.layout:_parts_of").by(
         without("tiles[0].tensor_start"),
         "tests/core/test_layout.py::test_tiles_are_laid_out_as_tensors_and_their_parts_are_their_tensors",
     ),
