@@ -17,6 +17,7 @@ thread that asked for it. While it looks on, Python keeps arguments alive until 
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import gc
 import sys
@@ -130,9 +131,9 @@ class Spans:
 
 
 def has_state(cls: type) -> bool:
-    """Whether instances may change: not those of frozen dataclasses, tuples and enumerations. Tensors, errors and classes do not count."""
+    """Whether instances may change: not those of frozen dataclasses, tuples and enumerations. Tensors, memory, errors and classes do not count."""
     frozen = is_dataclass(cls) and cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    return not frozen and not issubclass(cls, tuple | enum.Enum | Tensor | BaseException | type)
+    return not frozen and not issubclass(cls, tuple | enum.Enum | Tensor | ctypes.Array | BaseException | type)
 
 
 def _kind(frame: FrameType) -> Kind:

@@ -21,6 +21,7 @@ from patrickstar.errors import (
     some,
 )
 from patrickstar.memory.device_failure import DeviceFailureError
+from patrickstar.parameters.blocks import NotInBlocksError
 from patrickstar.parameters.changes import UnseenChangeError
 from patrickstar.parameters.saved import WeightChangedError
 from patrickstar.plan.residency import InvariantError
@@ -55,7 +56,7 @@ ERRORS = [
     ConfigError("all", problems=["a", "b"]),
     *(kind("what") for kind in (LayoutError, StateError, CheckpointError, DeviceError, DataError)),
     *(kind("what") for kind in (DeviceFailureError, MachineError, ModelError)),
-    *(kind("what") for kind in (UnseenChangeError, WeightChangedError)),
+    *(kind("what") for kind in (NotInBlocksError, UnseenChangeError, WeightChangedError)),
     InvariantError(4, "c0.weight H!: it is the last valid copy"),
 ]
 

@@ -660,6 +660,27 @@ def test_what_a_block_only_passes_on_does_not_begin_its_backward():
         assert weights[1:] == [f"blocks.{number}.scale" for number in reversed(range(6))]
 
 
+def test_blocks_whose_backward_uses_a_weight_after_its_gradient_are_bound_by_use():
+    class Late(torch.autograd.Function):
+        """Uses a weight in its backward that it was not given."""
+
+        @staticmethod
+        def forward(ctx, x, keeper):
+            ctx.keeper = keeper
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient + ctx.keeper.scale.detach(), None
+
+    class Keeper(Block):
+        def forward(self, x):
+            return super().forward(Late.apply(x, self))
+
+    stats = train_both(build(Keeper), build(Keeper), step="in_backward")
+    assert stats.binding.startswith("by use: ")
+
+
 def test_blocks_whose_gradients_come_in_parts_are_bound_by_use():
     class InParts(Block):
         def forward(self, x):

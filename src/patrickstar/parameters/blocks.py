@@ -31,7 +31,7 @@ from patrickstar.errors import BudgetError, StateError
 from patrickstar.hooks import Watched, watch_calls
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
-from patrickstar.parameters.transforms import is_compiled
+from patrickstar.parameters.transforms import is_compiled, is_running_in
 from patrickstar.torch_private import (
     Plain,
     at_end_of_backward,
@@ -152,6 +152,21 @@ class Blocks:
         fused = [module for module in new if isinstance(module, WITH_FUSED)]
         others = [module for module in new if not isinstance(module, WITH_FUSED)]
         self._watched += [watch_calls(fused, self, "forward"), watch_calls(others, self, "_call_impl")]
+
+    def expect_compilable(self, modules: Iterable[nn.Module]) -> None:
+        """Raises StateError where what runs compiled uses parameters that no block owns: of these, or of the model whose forward begins."""
+        compiled = [module for module in modules if module._compiled_call_impl or "_orig_mod" in module._modules]
+        if len(self._access.in_blocks) < len(self._binding.by_name) and is_running_in("torch._dynamo.eval_frame"):
+            compiled.append(self._model)
+        for module in compiled:
+            by_use = next((p for p in module.parameters() if id(p) not in self._access.in_blocks), None)
+            bound = self._binding.bound(by_use)
+            if bound is not None:
+                raise StateError(
+                    f"torch.compile() of {type(module).__name__} cannot see {bound.name}, which lies in chunks, bound by use: no block owns it, "
+                    "or none that fits at once. Compile blocks (block.compile()) or functions that are given no parameters, such as the loss, or "
+                    "give a larger budget"
+                )
 
     def remove(self) -> None:
         """Watches nothing any more."""

@@ -5,7 +5,9 @@ A placeholder that is read all the same, by code that no check here sees, has to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,10 +18,6 @@ from patrickstar.errors import StateError
 from patrickstar.torch_private import is_compiling, overrides_are_on, transform_level
 
 _COPY = "or do it with a copy, copy.deepcopy(model), which has ordinary parameters"
-_COMPILED = (
-    "torch.compile() cannot see parameters that lie in chunks. Leave compile() out while the model is managed, or compile functions that are given "
-    "no parameters, such as the loss"
-)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -100,3 +98,16 @@ def _hides_parameters(value: Tensor, probe: nn.Parameter) -> bool:
     except Exception:
         return False
     return any(hidden)
+
+
+def is_running_in(module: str) -> bool:
+    """Tells whether a function of a module is one of those that have led here."""
+    return any(frame.f_globals.get("__name__") == module for frame in frames())
+
+
+def frames() -> Iterator[FrameType]:
+    """The frames that have led here."""
+    now: FrameType | None = sys._getframe(1)
+    while now is not None:
+        yield now
+        now = now.f_back

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -19,7 +19,7 @@ from patrickstar.errors import StateError, some
 from patrickstar.memory.leases import AssembledKey, CopyKey, WeightKey
 from patrickstar.parameters.escapes import EscapedMemory
 from patrickstar.parameters.registered import Registered
-from patrickstar.parameters.transforms import expect_ordinary_call, is_ordinary_call
+from patrickstar.parameters.transforms import expect_ordinary_call, frames, is_ordinary_call, is_running_in
 from patrickstar.plan.touches import Touches
 from patrickstar.step.assembling import Assembling
 from patrickstar.step.copies import Copies
@@ -202,7 +202,7 @@ class Events:
             StateError: it would be compiled, traced or transformed. BudgetError: it does not fit. Nothing has changed then.
         """
         if self.to.is_whole():
-            if not is_ordinary_call() or _is_running_in("torch.nn.utils.stateless") or os.getpid() != self._process:
+            if not is_ordinary_call() or is_running_in("torch.nn.utils.stateless") or os.getpid() != self._process:
                 return args, kwargs  # nobody has to see it: the parameters are ordinary, or others, or a forked child's
         else:
             outside = next((self.named[name] for name in self.named if name not in self.to.in_blocks), None)
@@ -211,7 +211,7 @@ class Events:
             except StateError as refused:
                 raise StateError(f"{refused}{self.to.advice()}") from None
         if self._depth and not any(
-            frame is self._caller for frame in _frames()
+            frame is self._caller for frame in frames()
         ):  # an interruption, after which torch calls no hook
             self._depth = 0
             self.to.stretches.abandon()
@@ -269,7 +269,7 @@ def expect_own_parameters(
         return
     now = dict(model.named_parameters())
     names = [name for name in {**named, **now} if now.get(name) is not named.get(name) or not is_managed(now[name])]
-    if _is_running_in("torch.nn.utils.stateless"):
+    if is_running_in("torch.nn.utils.stateless"):
         raise StateError(
             f"torch.func.functional_call() gives a managed model other values for {some(names, most=5)}: its own lie in chunks, and cannot be "
             "exchanged for a call. Call a copy, torch.func.functional_call(copy.deepcopy(model), values, inputs), or change the values "
@@ -279,16 +279,3 @@ def expect_own_parameters(
         f"parameters of the model were replaced, added or removed after manage(): {some(names, most=5)}. Close the session, change the model "
         "(load_state_dict(assign=True), resize_token_embeddings, adapters, parametrizations), and manage it again"
     )
-
-
-def _is_running_in(module: str) -> bool:
-    """Tells whether a function of a module is one of those that have led here."""
-    return any(frame.f_globals.get("__name__") == module for frame in _frames())
-
-
-def _frames() -> Iterator[FrameType]:
-    """The frames that have led here."""
-    now: FrameType | None = sys._getframe(1)
-    while now is not None:
-        yield now
-        now = now.f_back

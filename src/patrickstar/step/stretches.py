@@ -118,6 +118,7 @@ class Stretches:
             known = self.known.expect(registered, named, args, kwargs)
         expected = known.expected
         self.blocks.bind(known.blocks)
+        self.blocks.expect_compilable(registered.modules)
         stretch = (self._forward_with_updates(known) if recorded else None) or self._forward_alone(kind, known)
         needed = self._room.always_meters or expected.trace is None or expected.measure_next
         # Whoever asks for the inputs' gradients may differentiate these, which only a measured trace can show.

@@ -97,6 +97,8 @@ class _Twin(Owner):
 
     def use(self, label: str, touches: Sequence[Touch]) -> None:
         if backward_id() != -1:
+            if label in self._updated:
+                raise NotInBlocksError(f"{label} is used after its gradient has come")
             self._notice_backward()
         self._moment(self._phase(), label, touches)
 
