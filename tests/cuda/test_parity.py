@@ -166,7 +166,7 @@ IN_BLOCKS = [row for row in ROWS if row.tile_rows is None]
 
 
 @pytest.mark.blocks
-@pytest.mark.parametrize("row", at_once(IN_BLOCKS, cover(IN_BLOCKS, every(("step",), ("precision",)))), ids=str)
+@pytest.mark.parametrize("row", at_once(IN_BLOCKS, cover(IN_BLOCKS, every(("step",)))), ids=str)
 def test_parameters_that_are_there_while_a_block_runs_have_the_same_bits(
     row: Row, tmp_path: Path, accelerator: Accelerator
 ) -> None:

@@ -138,8 +138,11 @@ def test_parameters_that_keep_their_bytes_have_the_same_bits(row: Row, tmp_path:
     assert outcome.stats.binding == "whole"
 
 
+IN_BLOCKS = [row for row in PAIRS if row.tile_rows is None]
+
+
 @pytest.mark.blocks
-@pytest.mark.parametrize("row", at_once([row for row in PAIRS if row.tile_rows is None]), ids=str)
+@pytest.mark.parametrize("row", at_once(IN_BLOCKS, cover(IN_BLOCKS, every(("step",), ("checkpointing",)))), ids=str)
 def test_parameters_that_are_there_while_a_block_runs_have_the_same_bits(row: Row, tmp_path: Path) -> None:
     outcome, _, expected = run(row, tmp_path)
     assert_moved(row, outcome, expected)

@@ -12,6 +12,7 @@ import torch.nn.modules.module as modules
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from patrickstar import StateError
 from tests.parity.compare import same_bits
 from tests.session.builders import EMULATED, ROOMY, adamw, expect_bits, managed, mlp, train, values
 
@@ -159,3 +160,18 @@ def test_a_hook_is_called_as_in_plain_pytorch(kind: str, machine: dict[str, Any]
         assert len(got) == len(want) > 0
         assert got == want
         expect_bits(values(plain), values(session))
+
+
+def test_a_hook_that_would_read_no_gradient_is_refused_while_overrides_are_off() -> None:
+    class Own(Tensor):
+        pass
+
+    model = mlp()
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad)
+    with managed(model, **EMULATED) as session:
+        loss = model(torch.ones(1, 32).as_subclass(Own)).sum()
+        assert type(loss) is Own
+        with pytest.raises(StateError, match=r"hook on 0\.weight .* as_subclass"):
+            loss.backward()
+        session.optimizer.zero_grad()
+        model(torch.ones(1, 32)).sum().backward()

@@ -179,3 +179,9 @@ def test_each_of_many_random_programs_has_the_bits_of_plain_pytorch_or_is_refuse
 def test_where_everything_fits_nothing_is_refused(examples: int) -> None:
     ends = run(examples, budget="roomy")
     assert all(end == "equal" or end.startswith("both raise") for end in ends), ends
+
+
+@pytest.mark.blocks
+@pytest.mark.parametrize("examples", [15, pytest.param(300, marks=pytest.mark.campaign)])
+def test_in_blocks_a_random_program_has_the_bits_of_plain_pytorch_or_is_refused(examples: int) -> None:
+    run(examples)

@@ -18,7 +18,7 @@ from patrickstar.parameters.assembled import AssembledTensors, title
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.used_gradients import USED, UsedGradients
 from patrickstar.parameters.weight_access import WeightAccess
-from patrickstar.torch_private import Plain
+from patrickstar.torch_private import Plain, overrides_are_on
 
 
 class GradientAccess:
@@ -114,6 +114,11 @@ class GradientAccess:
                 hooks[ours] = hooks.pop(ours)
 
     def _take(self, parameter: Tensor) -> None:
+        if not (self.stay or overrides_are_on()) and len(parameter._post_accumulate_grad_hooks) > 1:
+            raise StateError(
+                f"a hook on {self._bound[id(parameter)].name} is called in the backward of a loss whose class switches __torch_function__ off: "
+                "its p.grad lies in chunks, and would be None. Call backward() of loss.as_subclass(torch.Tensor)"
+            )
         with self._access.lock, Plain():
             bound = self._bound[id(parameter)]
             gradient = parameter.grad
