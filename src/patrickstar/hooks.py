@@ -5,12 +5,13 @@ A model that is copied while it is managed (averages, twins for tracing) takes i
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any, Final, Protocol
 
 import torch
@@ -62,14 +63,36 @@ class _Hook:
         self.call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with uncompiled() if is_compiling() else nullcontext():
-            return self.call(*args, **kwargs)
+        return _call_uncompiled(self.call, args, kwargs) if is_compiling() else self.call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return _Hook(_nothing)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (_nothing,)
+
+
+def _call_uncompiled(call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    with uncompiled():
+        return call(*args, **kwargs)
+
+
+def is_called_by_compiled() -> bool:
+    """Tells whether a hook of ours has led here that code has called which runs compiled."""
+    return any(frame.f_code is _call_uncompiled.__code__ for frame in frames())
+
+
+def is_running_in(module: str) -> bool:
+    """Tells whether a function of a module is one of those that have led here."""
+    return any(frame.f_globals.get("__name__") == module for frame in frames())
+
+
+def frames() -> Iterator[FrameType]:
+    """The frames that have led here."""
+    now: FrameType | None = sys._getframe(1)
+    while now is not None:
+        yield now
+        now = now.f_back
 
 
 def _nothing(*_: Any, **__: Any) -> None:

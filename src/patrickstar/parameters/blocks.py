@@ -28,10 +28,10 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from patrickstar.core.planes import WEIGHT
 from patrickstar.core.trace import Touch
 from patrickstar.errors import BudgetError, StateError
-from patrickstar.hooks import Watched, watch_calls
+from patrickstar.hooks import Watched, is_called_by_compiled, watch_calls
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
-from patrickstar.parameters.transforms import is_compiled, is_running_in
+from patrickstar.parameters.transforms import is_compiled
 from patrickstar.torch_private import (
     Plain,
     at_end_of_backward,
@@ -156,7 +156,7 @@ class Blocks:
     def expect_compilable(self, modules: Iterable[nn.Module]) -> None:
         """Raises StateError where what runs compiled uses parameters that no block owns: of these, or of the model whose forward begins."""
         compiled = [module for module in modules if module._compiled_call_impl or "_orig_mod" in module._modules]
-        if len(self._access.in_blocks) < len(self._binding.by_name) and is_running_in("torch._dynamo.eval_frame"):
+        if len(self._access.in_blocks) < len(self._binding.by_name) and is_called_by_compiled():
             compiled.append(self._model)
         for module in compiled:
             by_use = next((p for p in module.parameters() if id(p) not in self._access.in_blocks), None)

@@ -5,9 +5,7 @@ A placeholder that is read all the same, by code that no check here sees, has to
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
-from types import FrameType
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -98,16 +96,3 @@ def _hides_parameters(value: Tensor, probe: nn.Parameter) -> bool:
     except Exception:
         return False
     return any(hidden)
-
-
-def is_running_in(module: str) -> bool:
-    """Tells whether a function of a module is one of those that have led here."""
-    return any(frame.f_globals.get("__name__") == module for frame in frames())
-
-
-def frames() -> Iterator[FrameType]:
-    """The frames that have led here."""
-    now: FrameType | None = sys._getframe(1)
-    while now is not None:
-        yield now
-        now = now.f_back

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import StateError, some
+from patrickstar.hooks import frames, is_running_in
 from patrickstar.memory.leases import AssembledKey, CopyKey, WeightKey
 from patrickstar.parameters.escapes import EscapedMemory
 from patrickstar.parameters.registered import Registered
-from patrickstar.parameters.transforms import expect_ordinary_call, frames, is_ordinary_call, is_running_in
+from patrickstar.parameters.transforms import expect_ordinary_call, is_ordinary_call
 from patrickstar.plan.touches import Touches
 from patrickstar.step.assembling import Assembling
 from patrickstar.step.copies import Copies
