@@ -74,7 +74,12 @@ def test_a_use_an_unpacking_and_a_gradient_call_no_more_than_they_did(calls, mea
 
 
 @pytest.mark.parametrize(
-    ("bound", "moves", "most"), [("whole", False, 10), ("blocks", False, None), ("blocks", True, None)]
+    ("bound", "moves", "most"),
+    [
+        ("whole", False, 10),
+        pytest.param("blocks", False, None, marks=pytest.mark.campaign),
+        ("blocks", True, None),
+    ],
 )
 def test_a_step_of_a_decoder_calls_no_more_than_it_did(calls, tmp_path, monkeypatch, bound, moves, most):
     monkeypatch.setattr(calls, "LAYERS", 24)

@@ -88,7 +88,7 @@ def test_a_node_has_figures_for_what_it_has_and_none_for_what_it_has_not(name):
 EXACT = {"in_backward": ("--step", "in_backward"), "deferred and clipped": ("--clip", 1)}
 
 
-@pytest.mark.parametrize("step", EXACT)
+@pytest.mark.parametrize("step", ["in_backward", pytest.param("deferred and clipped", marks=pytest.mark.campaign)])
 def test_model_data_fills_the_device_and_the_host_together(step, machine, model, capsys):
     common = ["--machine", machine(), "--batch-size", 1, "--seq-len", 64, *EXACT[step]]
     status, row = plan(capsys, *common, "--model", model(4))

@@ -246,7 +246,9 @@ def test_a_process_of_its_own_trains_on_disk_under_tcmalloc_and_leaves_nothing_t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", [False, True], ids=["fresh", "from a directory"])
+@pytest.mark.parametrize(
+    "weights", [pytest.param(False, marks=pytest.mark.campaign), True], ids=["fresh", "from a directory"]
+)
 def test_from_its_start_a_run_stays_within_a_budget_smaller_than_its_weights(runs, weights):
     budget = 320 * MIB
     big = runs.home / "big"
