@@ -684,6 +684,13 @@ def test_blocks_whose_backward_uses_a_weight_after_its_gradient_are_bound_by_use
 
 def test_blocks_whose_gradients_come_in_parts_are_bound_by_use():
     class InParts(Block):
+        """The first tensor of each operation is frozen."""
+
+        def __init__(self):
+            super().__init__()
+            for parameter in (self.scale, self.up.weight, self.down.weight):
+                parameter.requires_grad_(False)
+
         def forward(self, x):
             for _ in range(2):
                 x = checkpoint(super().forward, x, use_reentrant=True)
