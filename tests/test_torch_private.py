@@ -28,6 +28,7 @@ from patrickstar.torch_private import (
     inside_node_of_torch,
     is_checkpoints,
     is_profiled,
+    next_sequence_number,
     one_thread_here,
     saves_on_cpu,
     storage_at,
@@ -349,3 +350,10 @@ def test_a_search_for_nan_is_on_where_anomalies_are_detected():
         assert not checks_for_nan()
     with torch.autograd.detect_anomaly():
         assert checks_for_nan()
+
+
+def test_numbers_of_nodes_rise_and_the_next_one_is_told() -> None:
+    first = next_sequence_number()
+    made = torch.ones(1, requires_grad=True) * 2
+    assert made.grad_fn is not None
+    assert first <= made.grad_fn._sequence_nr() < next_sequence_number()
