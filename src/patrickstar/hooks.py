@@ -124,9 +124,8 @@ def watch_calls(modules: Iterable[nn.Module], calls: ModuleCalls, method: str) -
             continue
         if kind not in kinds:
             kinds[kind] = _telling(kind, weakref.ref(calls), method)  # weak, as a class is freed late
-        object.__setattr__(
-            module, "__class__", kinds[kind]
-        )  # torch's compiled modules pass attributes on to what they wrap
+        # torch's compiled modules pass attributes on to what they wrap.
+        object.__setattr__(module, "__class__", kinds[kind])
         handles.append(_ClassHandle(module, kind))
     return Watched(handles)
 

@@ -24,7 +24,7 @@ BLOCKS: tuple[Mutant, ...] = (
         replace("torch.is_grad_enabled()", "False", nth=2), ORDINARY
     ),
     Fault("a-change-in-a-block-is-not-noticed", "parameters.blocks:Blocks.call").by(
-        drop("tell"), f"{KINDS}[changes in place]"
+        drop("tell"), f"{KINDS}[changes in place-deferred]"
     ),
     Fault("other-memory-in-a-block-is-not-noticed", "parameters.blocks:Blocks._expect_same").by(
         never("before"), f"{FILE}::test_a_model_whose_blocks_do_what_only_uses_show_is_bound_by_use"
@@ -45,7 +45,7 @@ BLOCKS: tuple[Mutant, ...] = (
         never("are_held"), f"{FILE}::test_a_view_that_outlives_its_block_shows_what_its_weight_becomes[deferred]"
     ),
     Fault("a-block-that-is-checkpointed-inside-reads-placeholders", "parameters.saved:SavedTensors.around_use").by(
-        assign("is_inside", "False"), f"{KINDS}[checkpointed inside]"
+        assign("is_inside", "False"), f"{KINDS}[checkpointed inside-deferred]"
     ),
     Fault("a-saved-output-holds-itself", "parameters.saved:SavedTensors.around_use").by(
         never("grad_fn"), f"{FILE}::test_a_graph_that_is_let_go_of_is_freed"

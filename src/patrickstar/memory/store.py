@@ -110,7 +110,9 @@ class ChunkStore:
         """
         if os.getpid() != self._process:
             self.units.expect_open()
-        for waits, group in groupby(actions, key=Wait.__instancecheck__):
+        for waits, group in groupby(
+            actions, key=Wait.__instancecheck__
+        ):  # `isinstance`, without a function of Python's
             # Nobody waits in between: what is moved, and what is noted of it, belong together.
             with Plain() if waits else InterruptionsPutOff():
                 for action in group:

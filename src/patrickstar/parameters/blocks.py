@@ -155,10 +155,10 @@ class Blocks:
 
     def expect_compilable(self, modules: Iterable[nn.Module]) -> None:
         """Raises StateError where what runs compiled uses parameters that no block owns: of these, or of the model whose forward begins."""
-        compiled = [module for module in modules if module._compiled_call_impl or "_orig_mod" in module._modules]
-        if len(self._access.in_blocks) < len(self._binding.by_name) and is_called_by_compiled():
-            compiled.append(self._model)
-        for module in compiled:
+        if len(self._access.in_blocks) == len(self._binding.by_name):
+            return  # blocks own all of them
+        called = [self._model] if is_called_by_compiled() else []
+        for module in (*called, *filter(is_compiled, modules)):
             by_use = next((p for p in module.parameters() if id(p) not in self._access.in_blocks), None)
             bound = self._binding.bound(by_use)
             if bound is not None:
@@ -214,7 +214,7 @@ class Blocks:
                     self._leave(block)
 
     def _expect_same(self, block: Block, memory: Sequence[int]) -> None:
-        """Raises NotInBlocksError where a parameter has other memory than before, or the block other parameters."""
+        """Raises NotInBlocksError where a parameter has other memory than before."""
         for bound, before in zip(block.records, memory, strict=True):
             if bound.tensor().untyped_storage()._cdata != before:
                 raise NotInBlocksError(

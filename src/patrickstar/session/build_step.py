@@ -184,7 +184,7 @@ def build_step(
             if setup.never_whole
             else f"; or give a budget of {format_bytes(whole.needed_bytes)} or more, in which all model states fit: parameters are ordinary ones then"
         ),
-        in_blocks=frozenset().union(*(place.names for place in places)),
+        outside=next((named[name] for name in named if all(name not in place.names for place in places)), None),
     )
     return Parts(
         model=model,

@@ -148,8 +148,12 @@ def _forecast(
 
     places = setup.places(model, names_by_id(named))
     fitting = FittingBlocks(tracer=tracer, budgets=budgets, places=places, start=start)
+    call = model, named, (), inputs
     try:
-        foreseen = fitting.foresee(model, named, (), inputs, in_blocks=False)[0]
+        try:
+            foreseen = fitting.foresee_in((), *call)
+        except CannotTrace:  # by use; what blocks do may show all the same
+            foreseen = fitting.foresee_in([place.path for place in places], *call)
     except CannotTrace as problem:
         raise Error(f"the model cannot be traced without running it, so there is no forecast: {problem}") from problem
     step = foreseen.trace
@@ -163,8 +167,12 @@ def _forecast(
     def update_of(tiers: frozenset[tuple[int, Tier]] = frozenset()) -> Trace:
         return planner.update_trace(late, dict(tiers))
 
-    updates = [update_of()] if late or not in_backward else []
-    traces = (step, *([planner.norm_trace(late)] if takes_norm else []), *updates)
+    def traces_of(step: Trace) -> tuple[Trace, ...]:
+        waiting = kept_gradients(step, layout)
+        norm = [planner.norm_trace(waiting)] if takes_norm else []
+        return (step, *norm, *([planner.update_trace(waiting, {})] if waiting or not in_backward else []))
+
+    traces = traces_of(step)
     facts = {
         "parameters": sum(parameter.numel() for parameter in named.values()),
         "model_data_bytes": _model_data_bytes(layout, named, formats.now, keeps_gradients=not in_backward),
@@ -175,8 +183,8 @@ def _forecast(
     minimum = smallest_budgets(setup, traces)
     try:
         if whole_gradients is None:
-            step = fitting.foresee(model, named, (), inputs, in_blocks=True)[0].trace
-            traces = (step, *traces[1:])
+            step = fitting.foresee(*call, in_blocks=True)[0].trace
+            late, traces = kept_gradients(step, layout), traces_of(step)
         state = start(step)
         need = worst_moment(step, start=state, trained=True)
         expect_room(need, budgets.machine_for(need.nbytes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -48,7 +48,7 @@ class Neighbours:
     take_back: Callable[[], None]
     is_whole: Callable[[], bool]
     close_block: Callable[[], None]
-    in_blocks: Collection[str]
+    outside: nn.Parameter | None
     advice: Callable[[], str]
 
 
@@ -206,9 +206,8 @@ class Events:
             if not is_ordinary_call() or is_running_in("torch.nn.utils.stateless") or os.getpid() != self._process:
                 return args, kwargs  # nobody has to see it: the parameters are ordinary, or others, or a forked child's
         else:
-            outside = next((self.named[name] for name in self.named if name not in self.to.in_blocks), None)
             try:
-                expect_ordinary_call(module, args, kwargs, outside)
+                expect_ordinary_call(module, args, kwargs, self.to.outside)
             except StateError as refused:
                 raise StateError(f"{refused}{self.to.advice()}") from None
         if self._depth and not any(

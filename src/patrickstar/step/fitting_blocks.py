@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,17 +53,21 @@ class FittingBlocks:
         while True:
             paths = tuple(place.path for place in places)
             try:
-                foreseen = self.tracer.foresee(model, named, args, kwargs, blocks=paths)
+                foreseen = self.foresee_in(paths, model, named, args, kwargs)
             except (UnseenChangeError, NotInBlocksError, WeightChangedError):
                 if not places:
                     raise
                 places = ()  # only by use it shows which operation does what
                 continue
-            foreseen = replace(foreseen, trace=with_retention(foreseen.trace, self.budgets))
             smaller = self._smaller(places, foreseen.trace)
             if smaller == places:
                 return foreseen, paths
             places = smaller
+
+    def foresee_in(self, paths: Collection[str], *call: Any) -> Foreseen:
+        """A forecast with these blocks bound, whether they fit or not. `call`: the first arguments of `foresee`. Raises what the tracer raises."""
+        foreseen = self.tracer.foresee(*call, blocks=paths)
+        return replace(foreseen, trace=with_retention(foreseen.trace, self.budgets))
 
     def unseen(self, reserve_bytes: int) -> tuple[str, ...]:
         """The paths of blocks that are bound in a forward of which there is no forecast, for which so much is left beside each."""
