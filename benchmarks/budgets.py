@@ -1,10 +1,11 @@
-"""What fits where, and at what speed: one model at several budgets and in plain PyTorch, interleaved in one run.
+"""What fits where, and at what speed: one model at several budgets, in plain PyTorch and under FSDP2 on one rank, interleaved in one run.
 
     python benchmarks/budgets.py [--rounds N] [--layers N] [--tokens N] [--disk DIR] [--write]
 
 GPT-2 (124M), fp32, one sequence of `--tokens`, `device="cpu"` with a disk tier. Each budget has a process of its own, which waits while
 another takes its step. All must end every round with the same loss. Prints seconds a step, the ratio to plain PyTorch and to the bound with their
-spread over rounds, and bytes moved.
+spread over rounds, the largest resident size a process has had since its model was built, and bytes moved. FSDP2 shards each block and the rest, and
+offloads nothing: this is a rank that has all the memory it wants.
 
 A step has two halves: the forward, with the update of the step before, and the backward. What is read is tied to the half that uses it; what is
 written may be so in either. The bound is the sum over the halves of the longer of computing, as plain PyTorch does in the same round, and of what
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -24,12 +26,14 @@ import time
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from machine import describe_machine
 from overhead_sides import interval
 from speeds import disk_bandwidth
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel
 from worker import Worker
 
@@ -38,8 +42,16 @@ from patrickstar.memory.allocator import release_free_memory
 from patrickstar.memory.process import peak_resident_bytes, reset_peak, resident_bytes
 
 MIB = 1 << 20
-SHARES = (1.25, 0.75, 0.5)
-"""Budgets as shares of the model data; the smallest budget that fits comes on top."""
+SIDES: Final[dict[str, float | None]] = {
+    "plain": None,
+    "fsdp2": None,
+    "no budget": math.inf,
+    "1.25": 1.25,
+    "0.75": 0.75,
+    "0.5": 0.5,
+    "minimum": 0.0,
+}
+"""Budgets as shares of the model data; 0 is the smallest that fits."""
 
 
 def build(layers: int, tokens: int) -> GPT2LMHeadModel:
@@ -48,7 +60,9 @@ def build(layers: int, tokens: int) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config).train()
 
 
-def manage(model: torch.nn.Module, optimizer: Any, nbytes: int, arguments: argparse.Namespace) -> patrickstar.Session:
+def manage(
+    model: torch.nn.Module, optimizer: Any, nbytes: int | None, arguments: argparse.Namespace
+) -> patrickstar.Session:
     """In fp32 on every processor: what is asked is what bounds cost, of the same arithmetic."""
     return patrickstar.manage(model, optimizer, device="cpu", precision="fp32", host_memory=nbytes, disk=arguments.disk)
 
@@ -74,24 +88,35 @@ def smallest_budget(arguments: argparse.Namespace) -> int:
             session.close(keep_weights=False)
 
 
-def work(pipe: Connection, arguments: argparse.Namespace, share: float | None) -> None:
-    """One process: steps when it is asked to. `share` None: plain PyTorch; 0: the smallest budget."""
-    least = smallest_budget(arguments) if share == 0 else 0
+def shard(model: GPT2LMHeadModel, disk: str) -> None:
+    """FSDP2 over one rank, which meets itself without a port."""
+    with tempfile.TemporaryDirectory(dir=disk) as meeting:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}/one", rank=0, world_size=1)
+    for part in [*model.transformer.h, model]:
+        fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+
+
+def work(pipe: Connection, arguments: argparse.Namespace, name: str) -> None:
+    """One process: steps when it is asked to."""
+    share = SIDES[name]
+    least = smallest_budget(arguments) if share == 0 else None
     gc.collect()
     release_free_memory()
     model = build(arguments.layers, arguments.tokens)
     model_data = 16 * sum(parameter.numel() for parameter in model.parameters())
-    session, budget = None, 0
-    if share is not None:
-        budget = int(share * model_data) or least
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=share is None)
+    session, budget = None, None
     weights = sum(parameter.nbytes for parameter in model.parameters())
     reset_peak()
     before = resident_bytes() - weights
+    if name == "fsdp2":
+        shard(model, arguments.disk)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=share is None)
     if share is not None:
+        budget = least or (int(share * model_data) if share < math.inf else None)
         session = manage(model, optimizer, budget, arguments)
         optimizer = session.optimizer
-    pipe.send({"budget": budget, "model_data": model_data})
+    binding = None if session is None else session.stats().binding
+    pipe.send({"budget": budget, "model_data": model_data, "binding": binding})
     while (seed := pipe.recv()) is not None:
         batch = torch.randint(
             0, model.config.vocab_size, (1, arguments.tokens), generator=torch.Generator().manual_seed(seed)
@@ -153,8 +178,8 @@ def main() -> int:
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     runs: dict[str, tuple[Worker, dict[str, Any]]] = {}
-    for name, share in {"plain": None, **{f"{share:g}": share for share in SHARES}, "minimum": 0.0}.items():
-        worker = Worker(work, arguments, share)
+    for name in SIDES:
+        worker = Worker(work, arguments, name)
         runs[name] = worker, worker.hear()
         print(f"{name}: {runs[name][1]}", flush=True)
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
@@ -178,7 +203,7 @@ def main() -> int:
     speeds.append(disk_bandwidth(arguments.disk))
     bandwidth = {case: max(found[case] for found in speeds) for case in speeds[0]}
     result = {
-        "what": "steps of GPT-2 at several budgets against plain PyTorch with AdamW(fused=True); the first two rounds warm up",
+        "what": "steps of GPT-2 at several budgets and under FSDP2 against plain PyTorch, both with AdamW(fused=True); the first two rounds warm up",
         "parameters": runs["plain"][1]["model_data"] // 16,
         "tokens": arguments.tokens,
         "disk_bytes_per_second": bandwidth,
@@ -205,10 +230,13 @@ def summary(
     return {
         "name": name,
         "budget_bytes": start["budget"],
+        "binding": start["binding"],
         "model_data_bytes": start["model_data"],
         "growth_bytes": rows[name][-1]["growth"],
+        "growth_ratio": rows[name][-1]["growth"] / rows["plain"][-1]["growth"],
         "seconds": seconds,
         "median_seconds": statistics.median(seconds),
+        "ratio_of_medians": statistics.median(seconds) / statistics.median(plain["seconds"] for _, plain in pairs),
         "parts": [statistics.median(row["parts"][number] for row in rows[name][2:]) for number in range(3)],
         "ratios": sorted(ours["seconds"] / plain["seconds"] for ours, plain in pairs),
         "moved": {link: sum(part[link] for part in parts) for link in parts[0]},

@@ -14,7 +14,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from places import fill
 
@@ -105,16 +105,23 @@ def paragraph(*sentences: str) -> str:
 def row(entry: Mapping[str, Any]) -> str:
     """One budget."""
     moved = entry["moved"].get("K>H", 0)
-    budget = gib(entry["budget_bytes"]) if entry["budget_bytes"] else "plain PyTorch"
-    share = entry["budget_bytes"] / entry["model_data_bytes"]
-    what = f"{budget}, {share:.0%} of the model states" if entry["budget_bytes"] else budget
-    if entry["name"] == "minimum":
-        what += ", the smallest that fits"
-    against = spread(entry["ratios"]) if entry["budget_bytes"] else ""
+    what, budget = NAMES.get(entry["name"], ""), entry["budget_bytes"]
+    if budget:
+        what = f"{gib(budget)}, {budget / entry['model_data_bytes']:.0%} of the model states{what}"
+    against = spread(entry["ratios"]) if entry["name"] != "plain" else ""
     return (
         f"| {what} | {gib(entry['growth_bytes'])} | {gib(moved) if moved else '-'} "
         f"| {entry['median_seconds']:.1f} | {against} |"
     )
+
+
+NAMES: Final = {
+    "plain": "plain PyTorch",
+    "fsdp2": "FSDP2 on one rank, nothing offloaded",
+    "no budget": "none",
+    "minimum": ", the smallest that fits",
+}
+"""Sides of `benchmarks/budgets.py`, as a row calls them."""
 
 
 def gib(nbytes: float) -> str:

@@ -63,9 +63,6 @@ WHOLE_CHUNKS: tuple[Mutant, ...] = (
     Fault("what-waits-stays-when-moments-are-decided-on-the-spot", "step.executor:Executor._moment").by(
         drop("use_what_came"), f"{SESSION}::test_what_waits_is_used_before_the_first_moment_that_the_plan_did_not_have"
     ),
-    Fault("what-an-exception-has-left-waiting-is-not-used", "step.executor:Executor.settle").by(
-        never("backward_id"), f"{SESSION}::test_a_backward_that_raises_asks_for_a_checkpoint_and_has_nothing_half_done"
-    ),
     Fault("a-plan-waits-for-an-update-that-somebody-has-waited-for", "step.executor:Executor.settle").by(
         drop("depart"), f"{SESSION}::test_whoever_looks_in_the_middle_of_a_backward_changes_no_bit"
     ),

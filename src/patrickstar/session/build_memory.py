@@ -50,7 +50,7 @@ def build_memory(setup: Setup, *, make_lane: MakeLane | None = None) -> ChunkSto
         state=state,
         arenas=_arenas(setup, state),
         disk=pool,
-        dtype=lambda ref: torch_type(formats.now.of(ref, layout)),
+        dtype=lambda ref: torch_type(formats.now.at(ref.chunk, layout)[ref.plane]),
         ledger=ledger,
     )
     device, poison = budgets.stream_device, options.poison

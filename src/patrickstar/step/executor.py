@@ -158,8 +158,6 @@ class Executor:
             pending = self.pending
             if pending is None:
                 return
-            if backward_id() == -1:
-                pending.close()  # where a backward that brought gradients was left, no more come
             if self.store.state.updates:
                 self.pilot.stretch.depart("the optimizer's updates were waited for at once")
             self.wait_for_updates()
