@@ -115,8 +115,7 @@ def work(pipe: Connection, arguments: argparse.Namespace, name: str) -> None:
         budget = least or (int(share * model_data) if share < math.inf else None)
         session = manage(model, optimizer, budget, arguments)
         optimizer = session.optimizer
-    binding = None if session is None else session.stats().binding
-    pipe.send({"budget": budget, "model_data": model_data, "binding": binding})
+    pipe.send({"budget": budget, "model_data": model_data})
     while (seed := pipe.recv()) is not None:
         batch = torch.randint(
             0, model.config.vocab_size, (1, arguments.tokens), generator=torch.Generator().manual_seed(seed)
@@ -146,6 +145,7 @@ def work(pipe: Connection, arguments: argparse.Namespace, name: str) -> None:
                     for before, after in pairwise(moved)
                 ],
                 "growth": peak_resident_bytes() - before,
+                "binding": None if session is None else session.stats().binding,
             }
         )
     if session is not None:
@@ -230,7 +230,7 @@ def summary(
     return {
         "name": name,
         "budget_bytes": start["budget"],
-        "binding": start["binding"],
+        "binding": rows[name][-1]["binding"],
         "model_data_bytes": start["model_data"],
         "growth_bytes": rows[name][-1]["growth"],
         "growth_ratio": rows[name][-1]["growth"] / rows["plain"][-1]["growth"],

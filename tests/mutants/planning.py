@@ -38,6 +38,13 @@ PLANNING: tuple[Mutant, ...] = (
         without("ref not in gone"),
         f"{REPEATS}::test_what_the_last_moment_needs_besides_what_leaves_is_taken_from_what_was_there",
     ),
+    Fault("what-makes-room-leaves-none-for-what-comes-early", "plan.make:_before").by(
+        without("spare_slots="), f"{OVERLAP}::test_what_makes_room_for_early_transfers_leaves_one_slot_of_eight"
+    ),
+    Fault("what-has-to-be-there-is-no-room-for-what-comes-early", "plan.make_room:_choose").by(
+        replace("in_use > capacity_slots", "in_use > wanted"),
+        f"{ROOM_TESTS}::test_as_many_as_can_be_where_the_rest_is_needed",
+    ),
     Fault("what-the-last-moment-lets-go-is-brought-home-before-it", "plan.make:make_plan").by(
         without("done", nth=2), f"{REPEATS}::test_what_is_let_go_at_the_end_is_not_written_back_first"
     ),

@@ -18,12 +18,14 @@ def by_id(_, refs):
     return sorted(refs)
 
 
-def room_for(state: Residency, needed: str, *, slots: int, pinned: str = "", host: int = 9) -> list[str]:
+def room_for(
+    state: Residency, needed: str, *, slots: int, pinned: str = "", host: int = 9, spare: int = 0
+) -> list[str]:
     """The actions that `make_room` asks for with victims in order of id, having changed nothing."""
     before = state.copy()
     capacity = {Tier.HOST: host, state.compute: slots}
     touches = [Touch.parse(word) for word in needed.split()]
-    actions = make_room(state, touches=touches, held=units(pinned), capacity=capacity, order=by_id)
+    actions = make_room(state, touches=touches, held=units(pinned), capacity=capacity, spare_slots=spare, order=by_id)
     assert state == before
     for action in actions:
         apply(state, action)
@@ -175,6 +177,21 @@ def test_what_is_still_arriving_leaves_last() -> None:
 def test_capacity_below_what_is_in_use_evicts_without_a_miss() -> None:
     state = state_of("c0.weight clean, c1.weight clean, c2.weight clean")
     assert room_for(state, "c1.weight", slots=1) == ["c0.weight H!", "c2.weight H!"]
+
+
+def test_where_something_leaves_spare_slots_are_free_afterwards() -> None:
+    begins, arrival = (
+        "c0.weight clean, c1.weight clean, c2.weight clean, c3.weight away",
+        ["c3.weight K>H", "c3.weight H?"],
+    )
+    assert room_for(state_of(begins), "c3.weight", slots=3, spare=1) == ["c0.weight H!", "c1.weight H!", *arrival]
+    assert room_for(state_of(begins), "c3.weight", slots=4, spare=1) == arrival  # nothing has to leave
+
+
+def test_as_many_as_can_be_where_the_rest_is_needed() -> None:
+    state = state_of("c0.weight clean, c1.weight clean, c2.weight here, c3.weight away")
+    leaving = room_for(state, "c3.weight", slots=3, pinned="c1.weight", spare=3)
+    assert leaving == ["c0.weight H!", "c3.weight K>H", "c3.weight H?"]
 
 
 def test_needed_and_pinned_units_are_never_victims() -> None:

@@ -63,6 +63,15 @@ def test_what_has_free_slots_is_fetched_from_the_first_moment_on_in_the_order_of
     ]
 
 
+def test_what_makes_room_for_early_transfers_leaves_one_slot_of_eight() -> None:
+    layout, trace = layout_of(*[1] * 9), trace_of(*(f"c{number}.weight" for number in range(9)))
+    for ahead, left in ((0, 1), (None, 2)):
+        start = resting(layout, planes=["weight"])
+        plan = make_plan(trace, layout=layout, machine=host_over_disk(8), start=start, prefetch=ahead)
+        expect_legal(plan, trace, layout, host_over_disk(8))
+        assert sum(isinstance(action, Drop) for action in plan.actions()) == left
+
+
 def test_no_more_moments_ahead_than_are_allowed() -> None:
     assert overlapped("c0.weight", "c1.weight", "c2.weight", slots=3, ahead=1) == [
         "c0.weight K>H, c1.weight K>H, c0.weight H?",

@@ -32,6 +32,9 @@ from patrickstar.plan.staging import NoRoom, Order
 # it began, but for what its last moment uses: what stays can only become less, until it is the same. Of a step of several forwards each has six.
 _FREE_PLANS: Final = 6
 
+_SPARE: Final = 8
+"""Of so many slots one is left free, where something has to leave: what comes early needs it. More of them move more bytes."""
+
 
 def must_repeat(earlier: int, *, trace: Trace, following: Trace | None) -> bool:
     """Tells whether a stretch of which so many plans have been made, from other states, is to end as it begins."""
@@ -97,7 +100,7 @@ def make_plan(
         is_end = repeats and index == len(trace) - 1
         leaving = sorted(state.taken[compute].difference(stays, done)) if is_end else ()
         try:
-            actions = _before(state, moment, done, leaving=leaving, machine=machine, order=ranking)
+            actions = _before(state, moment, done, leaving=leaving, machine=machine, order=ranking, early=prefetch != 0)
         except NoRoom as refusal:  # of the host below a device: the tier that computes has been looked at
             host_bytes = machine.budget[Tier.HOST]
             raise refuse_host(refusal.needed_slots, trace.name(index), state=state, host_bytes=host_bytes) from None
@@ -126,8 +129,12 @@ def _before(
     leaving: Collection[PlaneRef],
     machine: Machine,
     order: Order,
+    early: bool,
 ) -> list[Action]:
-    """Actions that must happen before the moment. `freed`: units whose contents it is the last to want; `leaving`: what is to go in any case."""
+    """Actions that must happen before the moment.
+
+    `freed`: units whose contents it is the last to want; `leaving`: what is to go in any case; `early`: whether transfers will be.
+    """
     compute = state.compute
     slots = (machine.budget[compute] - moment.nonmodel_bytes) // state.slot_bytes
     capacity = capacity_of(state, slots, host_bytes=machine.budget.get(Tier.HOST, 0))
@@ -141,7 +148,9 @@ def _before(
     )
     if is_ready:
         return []
-    actions = make_room(state, touches=(*moment.touches, *held), leaving=leaving, capacity=capacity, order=order)
+    spare = slots // _SPARE if early else 0
+    touches = (*moment.touches, *held)
+    actions = make_room(state, touches=touches, leaving=leaving, capacity=capacity, spare_slots=spare, order=order)
     landed = {action.of for action in actions if isinstance(action, Wait)}
     left = ((ref, state.flight(ref)) for ref in freed if ref not in landed)
     return [*actions, *(Wait.copy(ref, flight[1]) for ref, flight in left if flight)]

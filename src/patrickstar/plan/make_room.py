@@ -19,6 +19,7 @@ def make_room(
     held: Collection[PlaneRef] = (),
     leaving: Collection[PlaneRef] = (),
     capacity: Mapping[Tier, int],
+    spare_slots: int = 0,
     order: Order,
 ) -> list[Action]:
     """Actions that bring what a moment touches to where it is touched, in at most as many slots as there are; changes nothing itself.
@@ -31,6 +32,7 @@ def make_room(
     Args:
         leaving: what goes from the tier that computes whether there is room or not, if nothing keeps it there.
         capacity: slots by tier: of the one that computes all that there are, of the host below a device those that are no homes.
+        spare_slots: how many of the one that computes are to be free afterwards, if something has to leave and so much can.
     Raises:
         NoRoom: what is touched, held or at home takes more slots of a tier than there are.
     """
@@ -42,7 +44,15 @@ def make_room(
     keep = {**needed, **dict.fromkeys(held)}
     spent = sorted(ref for ref in stale[compute] if ref not in keep or ref in missing)
     in_use = state.slots_used[compute] + sum(slots[ref] for ref in missing) - sum(slots[ref] for ref in spent)
-    victims = _choose(state, keep=keep, leaving=leaving, in_use=in_use, capacity_slots=capacity[compute], order=order)
+    victims = _choose(
+        state,
+        keep=keep,
+        leaving=leaving,
+        in_use=in_use,
+        capacity_slots=capacity[compute],
+        spare_slots=spare_slots,
+        order=order,
+    )
     staging = Staging(state, host_slots=capacity.get(Tier.HOST, 0), order=order, wanted={*missing, *below})
     for ref in landing:
         staging.land(ref)
@@ -82,11 +92,10 @@ def _choose(
     leaving: Collection[PlaneRef],
     in_use: int,
     capacity_slots: int,
+    spare_slots: int,
     order: Order,
 ) -> list[PlaneRef]:
-    """Units that leave anyway, and then the victims, in order, whose slots bring `in_use` down to the capacity."""
-    if in_use <= capacity_slots and not leaving:
-        return []
+    """Units that leave anyway, and then the victims, in order, whose slots bring `in_use` down to the capacity, and below it."""
     compute, home = state.compute, state.home
     taken, stale = state.taken[compute], state.stale[compute]
 
@@ -101,17 +110,18 @@ def _choose(
     if state.under_way:  # what is still arriving goes last: somebody wanted it early
         candidates = sorted(candidates, key=lambda ref: state.is_arriving(ref, compute))
     victims: dict[PlaneRef, None] = {}
+    wanted = capacity_slots - spare_slots
     for ref in candidates:
         if may_go(ref) and ref not in victims and ref not in gone:
             victims[ref] = None
             in_use -= state.slots[ref]
-            if in_use <= capacity_slots:
+            if in_use <= wanted:
                 break
-    else:
+    if in_use > capacity_slots:
         raise NoRoom(compute, in_use, capacity_slots)
     # A large unit that came last may have made smaller ones' going needless: the best of those stay.
     for ref in reversed(list(victims)):
-        if in_use + state.slots[ref] <= capacity_slots:
+        if in_use + state.slots[ref] <= wanted:
             in_use += state.slots[ref]
             del victims[ref]
     return [*gone, *victims]
