@@ -13,7 +13,7 @@ from benchmarks.gpu.results import Result, spread
 
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.norm import GlobalNorm
+from patrickstar.optim.norm import GlobalNorm, norm_of
 
 __all__ = ["run"]
 
@@ -29,7 +29,7 @@ def run(arguments: Namespace, result: Result) -> None:
     for place in dict.fromkeys((there, torch.device("cpu"))):
         numel = (1 << 28 if place.type == "cuda" else 1 << 26) if arguments.scale == "full" else 1 << 12
         kernel: Any = kernels[place.type]
-        result.say(f"{place.type}: {getattr(kernel, 'name', type(kernel).__name__)}")
+        result.say(f"{place.type}: {type(kernel).__name__}")
         cases = {"copy": _copy(place, numel), "norm": _norm(kernel, place, numel), **_updates(kernel, place, numel)}
         for name, (work, nbytes) in cases.items():
             try:
@@ -38,7 +38,7 @@ def run(arguments: Namespace, result: Result) -> None:
                 found[f"{place.type}, {name}"] = {"failed": f"{type(error).__name__}: {error}"[:300]}
                 result.say(f"{place.type}, {name}: failed: {error}")
                 continue
-            found[f"{place.type}, {name}"] = {**spread(rates), "kernel": getattr(kernel, "name", type(kernel).__name__)}
+            found[f"{place.type}, {name}"] = {**spread(rates), "kernel": type(kernel).__name__}
             result.say(f"{place.type}, {name}: {spread(rates)['median'] / 1e9:.1f} GB/s")
             result.set(bytes_per_second=found)
         del cases
@@ -58,7 +58,7 @@ def _norm(kernel: Any, place: torch.device, numel: int) -> tuple[Callable[[], ob
         )
         norm.add(gradient)
         norm.end_tensor()
-        return norm.result()
+        return norm_of(norm.numbers().tolist())
 
     return work, 4 * numel
 

@@ -8,7 +8,7 @@ D, H, K = Tier
 
 def test_a_new_ledger_says_nothing_was_used():
     ledger = Ledger()
-    assert [(ledger.peak(tier), ledger.in_use(tier), ledger.chunks(tier)) for tier in Tier] == [(0, 0, 0)] * 3
+    assert [(ledger.peak(tier), ledger.in_use(tier), ledger._chunks[tier]) for tier in Tier] == [(0, 0, 0)] * 3
     assert [ledger.moved(over) for over in LINKS] == [0] * 4
 
 
@@ -18,7 +18,7 @@ def test_the_peak_is_of_chunks_and_non_model_data_together():
     ledger.nonmodel(D, 50)
     ledger.remove(D, 100)
     ledger.nonmodel(D, 120)
-    assert (ledger.peak(D), ledger.in_use(D), ledger.chunks(D)) == (150, 120, 0)
+    assert (ledger.peak(D), ledger.in_use(D), ledger._chunks[D]) == (150, 120, 0)
     assert ledger.peak(H) == 0
 
 

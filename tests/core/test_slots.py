@@ -5,7 +5,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from patrickstar.core.slots import SlotMap
+from patrickstar.core.slots import _APART, _COLD, _USED, _WARM, SlotMap
+
+
+def check(slots):
+    """Fails, naming the number, where an invariant at the top of `core/slots.py` does not hold."""
+    states = slots._state
+    assert len(states) == slots.virtual_slots, "(1)"
+    assert set(states) <= {_COLD, _WARM, _USED, _APART}, "(1)"
+    assert slots.in_use == states.count(_USED), f"(2) {slots.in_use} in use, {states.count(_USED)} marked"
+    assert slots._n_apart == states.count(_APART), "(1)"
+    assert sorted(slots._warm) == [slot for slot, state in enumerate(states) if state == _WARM], "(3)"
+    assert states.count(_COLD, 0, slots._cold_from) == 0, "(4)"
 
 
 def test_a_run_moves_by_a_slot_where_only_the_one_given_back_last_is_warm_and_a_neighbour():
@@ -56,7 +67,7 @@ def test_giving_back_what_is_not_taken_fails(first, n):
     before = slots.committed
     with pytest.raises(AssertionError):
         slots.give(first, n)
-    slots.check()
+    check(slots)
     assert slots.committed == before
 
 
@@ -140,7 +151,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_books_agree(self):
-        self.slots.check()
+        check(self.slots)
         assert self.slots.in_use == sum(self.owned.values())
         assert self.slots.committed == self.slots.in_use + len(self.warm)
 

@@ -7,7 +7,7 @@ import torch
 
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.masters import rest_type
+from patrickstar.optim.masters import join, rest_type, split
 from patrickstar.optim.passes import TorchPasses
 from tests.optim.definition import Definition
 
@@ -18,7 +18,7 @@ def test_torchs_operations_stand_in_for_triton() -> None:
     passes = choose_kernels(DEVICE)
     assert sorted(passes) == ["cpu", "cuda"]
     assert isinstance(passes["cuda"], TorchPasses)
-    assert passes["cuda"].name == "reference"
+    assert passes["cuda"].kernel.name == "reference"
 
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float16])
@@ -36,10 +36,10 @@ def test_the_host_and_the_device_have_the_same_bits(kept: torch.dtype, decoupled
     parts = (master, None)
     if kept is not torch.float32:
         parts = (torch.empty_like(master, dtype=kept), torch.empty_like(master, dtype=rest_type(kept)))
-        passes.split(master, *parts)
+        split(master, *parts)
     factors = (torch.tensor(0.7, device=DEVICE), torch.tensor(1 / 3))
     passes.update(*parts, grad.to(kept), *averages, step=3, hyper=hyper, factors=factors)
     if kept is not torch.float32:
-        passes.join(*parts, master)
+        join(*parts, master)
     for plane in (0, 2, 3):
         assert torch.equal(there[plane].cpu().view(torch.int32), want[plane].view(torch.int32))

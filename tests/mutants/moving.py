@@ -41,15 +41,15 @@ MOVING: tuple[Mutant, ...] = (
         assign("fence", "None", nth=1),
         "tests/memory/test_store.py::test_slots_that_are_given_back_at_once_have_their_zeros_behind_them",
     ),
-    Fault("pages-go-back-before-works-end", "memory.arena:Arena.trim").by(
+    Fault("pages-go-back-before-works-end", "memory.arena:Arena._take_away").by(
         drop("wait"), "tests/memory/test_arena.py::test_pages_go_back_when_the_works_on_them_are_over"
     ),
     Fault("a-unit-on-the-disk-has-the-place-of-another", "memory.disk:DiskPool.extent").by(
         assign("end", "ALIGNMENT"),
         "tests/memory/test_disk.py::test_extents_are_aligned_and_apart_and_files_are_the_owners_one_for_each_plane",
     ),
-    Fault("a-fence-is-lost-with-a-wait-that-is-interrupted", "memory.arena:Arena.trim").by(
-        replace("with suppress(Exception): ...", "late = self._fences[slot]; self._fences[slot] = DONE; late.wait()"),
+    Fault("a-fence-is-lost-with-a-wait-that-is-interrupted", "memory.arena:Arena._take_away").by(
+        replace("with suppress(Exception): ...", "fences.pop(slot); fence.wait()"),
         "tests/memory/test_arena.py::test_a_trim_that_is_interrupted_while_it_waits_leaves_the_work_to_whoever_takes_the_slots",
     ),
     Fault("a-ticket-keeps-the-works-after-it", "memory.lanes:when_all_settled.one_less").by(
@@ -124,7 +124,7 @@ MOVING: tuple[Mutant, ...] = (
     Fault("pages-of-slots-that-activations-need-stay", "step.room:Room.make").by(
         drop("trim"), f"{HOST_BOUND}::test_no_more_slots_hold_pages_than_the_budget_has_room_for"
     ),
-    Fault("trimmed-pages-are-not-given-back", "memory.arena:Arena.trim").by(
+    Fault("trimmed-pages-are-not-given-back", "memory.arena:Arena._take_away").by(
         never("_space"), "tests/memory/test_arena.py::test_trim_gives_the_pages_of_free_slots_back_at_once"
     ),
     Fault("a-short-transfer-is-taken-for-a-whole-one", "memory.fileio:_transfer").by(

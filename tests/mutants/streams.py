@@ -84,7 +84,7 @@ STREAMS: tuple[Mutant, ...] = (
     Fault("a-ticket-has-ended-when-it-is-queued", "memory.stream_lane:StreamTicket.done").by(
         always("query"), f"{LANE}::test_a_work_has_not_ended_before_the_device_has_done_it[(0.0, 0)]"
     ),
-    Fault("memory-is-taken-away-while-it-is-used", "memory.arena:Arena.trim").by(
+    Fault("memory-is-taken-away-while-it-is-used", "memory.arena:Arena._take_away").by(
         drop("with suppress(Exception): ..."),
         "tests/cuda/test_spaces.py::test_trimming_waits_for_what_is_under_way[(0.0, 0)]",
     ),
@@ -166,7 +166,7 @@ STREAMS: tuple[Mutant, ...] = (
         "tests/core/test_cuda_blocks.py::test_what_is_counted_is_what_a_block_can_have",
     ),
     Fault("gradients-of-the-users-count-as-they-are", "parameters.binding:Binding.taken_bytes").by(
-        returns("self.gradients.own_bytes() + self.assembled.taken_bytes()"),
+        returns("sum(own.nbytes for _, own in self.gradients.owned()) + self.assembled.taken_bytes()"),
         f"{PEAKS}::test_what_the_user_takes_of_a_device_counts_as_its_blocks",
     ),
     Fault("tensors-put-together-count-as-they-are", "memory.leases:Leases.take_copy").by(
@@ -195,7 +195,7 @@ STREAMS: tuple[Mutant, ...] = (
         f"{PEAKS}::test_copies_of_inputs_in_the_type_that_computes_are_foreseen",
     ),
     Fault("copies-of-inputs-are-made-before-the-stretch-begins", "step.events:Events.before_forward").by(
-        replace("self.to.stretches.begin_forward(...)", "args, kwargs = cast_inputs((args, kwargs), self.compute); _"),
+        replace("self.stretches.begin_forward(...)", "args, kwargs = cast_inputs((args, kwargs), self.compute); _"),
         f"{PEAKS}::test_copies_of_inputs_in_the_type_that_computes_are_foreseen",
     ),
     Fault("values-of-inputs-on-a-device-are-unknown", "tracing.offline:_on_cpu").by(

@@ -33,7 +33,7 @@ TRAINING: tuple[Mutant, ...] = (
         drop("_update_rest"),
         "tests/session/test_gradients.py::test_a_gradient_that_no_backward_has_used_is_used_at_the_step[emulated-assigned]",
     ),
-    Fault("a-chunk-is-updated-twice-in-a-step", "step.optimizer_step:OptimizerStep._pieces").by(
+    Fault("a-chunk-is-updated-twice-in-a-step", "step.optimizer_step:OptimizerStep.work").by(
         replace("self._ranges(...)", "_ * (2 if chunk == 1 else 1)"), f"{TRAINING_ON}[emulated-next-use-deferred]"
     ),
     Fault("one-plane-of-a-moment-is-forgotten", "plan.touches:update_touches").by(

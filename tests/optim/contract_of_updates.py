@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.masters import rest_type
+from patrickstar.optim.masters import rest_type, split
 from patrickstar.optim.passes import Passes, TorchPasses
 from tests.optim.definition import Definition
 from tests.optim.oracle import different
@@ -89,7 +89,7 @@ def check(
     kept: list[Tensor] = [master]
     if form.is_split:
         kept = [torch.empty_like(master, dtype=dtype) for dtype in (form.kept, rest_type(form.kept))]
-        DEFINITION.split(master, *kept)
+        split(master, *kept)
     narrow = grad.to(form.grad)
     seen = []
     for passes in (DEFINITION, family):

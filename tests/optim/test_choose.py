@@ -46,7 +46,7 @@ def test_what_is_asked_for_by_argument_wins_over_the_environment(monkeypatch):
 
 def test_on_the_host_there_are_passes_of_the_host_only():
     passes = choose_kernels(torch.device("cpu"))
-    assert {device: each.name for device, each in passes.items()} == {"cpu": choose_kernel().name}
+    assert {device: each.kernel.name for device, each in passes.items()} == {"cpu": choose_kernel().name}
     assert "patrickstar.optim.triton_kernels" not in sys.modules, "triton is imported where a GPU is used"
 
 
@@ -56,7 +56,7 @@ def test_on_a_gpu_without_triton_torchs_operations_update_and_a_warning_says_so(
     monkeypatch.setitem(sys.modules, "triton", None)  # an import of it fails
     with caplog.at_level(logging.WARNING, logger="patrickstar"):
         passes = choose_kernels(torch.device("cuda", 0))
-    assert passes["cuda"].name == "reference"
+    assert passes["cuda"].kernel.name == "reference"
     (message,) = caplog.messages
     assert message.startswith("Triton's kernels cannot be used on cuda:0 (ModuleNotFoundError")
     assert "the same bits" in message
@@ -85,7 +85,7 @@ def unfused(weight, grad, exp_avg, exp_avg_sq, *, step, hyper):
 
 def test_a_device_that_rounds_otherwise_is_refused(monkeypatch):
     stand_in, host = torch.device("cpu"), TorchPasses(choose_kernel())
-    assert choose._torchs_passes(stand_in, host).name == "reference"
+    assert choose._torchs_passes(stand_in, host).kernel.name == "reference"
     monkeypatch.setattr(choose, "REFERENCE", Kernel("unfused", unfused))
     with pytest.raises(DeviceError, match="operations on cpu round other than the host's"):
         choose._torchs_passes(stand_in, host)

@@ -11,7 +11,7 @@ from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
 from patrickstar.errors import BudgetError
 from patrickstar.plan.actions import Issue
-from patrickstar.plan.placement import bytes_below, place, place_gradients
+from patrickstar.plan.placement import place, place_gradients, refuse_unless_homes_fit
 from patrickstar.plan.residency import Residency, apply, slots_of
 from tests.plan.builders import SLOT_BYTES, layout_of, some
 
@@ -110,8 +110,7 @@ def test_a_placement_fits_the_tiers_below_and_the_smallest_budget_it_names_is_en
             assert again.tier != refused.tier  # another one may be too small as well
         return
     slots = {ref: slots_of(ref, LAYOUT, FP32) for ref in home}
-    held = bytes_below(home=home, slots=slots, slot_bytes=SLOT_BYTES, compute=compute)
-    assert all(nbytes <= machine.budget.get(tier, 0) for tier, nbytes in held.items())
+    refuse_unless_homes_fit(machine, home=home, slots=slots, slot_bytes=SLOT_BYTES)
 
 
 # gradients that must wait, which come later than the rest
@@ -243,7 +242,6 @@ def test_gradients_fit_where_they_are_placed_and_the_smallest_budget_named_is_en
         return
     assert set(homes) == set(kept)
     state.grow(homes, slots)
-    held = bytes_below(home=state.home, slots=state.slots, slot_bytes=SLOT_BYTES, compute=compute)
-    assert all(nbytes <= machine.budget.get(tier, 0) for tier, nbytes in held.items())
+    refuse_unless_homes_fit(machine, home=state.home, slots=state.slots, slot_bytes=SLOT_BYTES)
     at_home = sum(state.unit_bytes(ref) for ref, tier in state.home.items() if tier is compute)
     assert at_home <= machine.budget[compute]

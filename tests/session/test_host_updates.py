@@ -184,7 +184,7 @@ def test_what_the_device_alone_has_comes_down_first(make_pair: MakePair) -> None
     pair.train(2)
     state = pair.session._parts.executor.store.state
     assert any(state.is_dirty(ref, Tier.DEVICE) for ref in state.home if ref.plane == EXP_AVG)
-    pair.session._parts.stretches._planner.choice = ON_HOST
+    pair.session._parts.stretches.planner.choice = ON_HOST
     pair.train(2, first=2)
     assert tiers_of(pair.session)[Tier.HOST] == LAYERS
     pair.expect_same()

@@ -121,7 +121,7 @@ class Watching:
         if self._moment_is_open:
             self._moment_is_open = False
             self._per_moment.append(self._in_moment)
-            self._slots.append(self._store.ledger.chunks(self._compute))
+            self._slots.append(self._store.ledger._chunks[self._compute])
             self._in_moment = 0
 
 

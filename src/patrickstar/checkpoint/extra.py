@@ -103,11 +103,7 @@ def write_values(staging: StagedFiles, path: Path, value: object) -> None:
 
 
 def read_values(source: Source) -> object:
-    """The value in such a file, through the reader that runs no code.
-
-    Raises:
-        CheckpointError: the reader does not take it.
-    """
+    """The value in such a file, through the reader that runs no code. CheckpointError: the reader does not take it."""
     try:
         with torch.inference_mode(False):
             return torch.load(f"/proc/self/fd/{source.fd}", weights_only=True, map_location="cpu", mmap=False)

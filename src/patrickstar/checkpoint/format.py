@@ -75,11 +75,7 @@ def seal(data: bytes) -> bytes:
 
 
 def decode_index(data: bytes, *, where: str) -> Index:
-    """The index that some bytes spell, by the rules at the top of this file.
-
-    Raises:
-        CheckpointError: naming `where` and the key.
-    """
+    """The index that some bytes spell, by the rules at the top of this file. CheckpointError: naming `where` and the key."""
     if not data.startswith(_PREFIX):
         raise CheckpointError(f"{where}: not the index of a checkpoint of this library")
     if seal(data) != data:

@@ -30,11 +30,7 @@ def capture(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def check(tree: object, device: torch.device | None = None) -> None:
-    """Return if `restore` will take this tree; changes no generator.
-
-    Raises:
-        CheckpointError: it is not what `capture` gives.
-    """
+    """Return if `restore` will take this tree; changes no generator. CheckpointError: it is not what `capture` gives."""
     if not isinstance(tree, dict) or not {"torch", "python"} <= tree.keys() <= {"torch", "python", "numpy", "device"}:
         raise CheckpointError("rng: expected the states of torch, python, numpy and a device")
     try:

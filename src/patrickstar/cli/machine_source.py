@@ -55,11 +55,7 @@ class MachineSource:
         return cls(name, MACHINES[name])
 
     def resources(self, memory: MemoryOptions) -> Resources:
-        """Resources of the machine for a session with these arguments.
-
-        Raises:
-            ConfigError: it has no such device, or no disk.
-        """
+        """Resources of the machine for a session with these arguments. ConfigError: it has no such device, or no disk."""
         from patrickstar.memory.allocator import allocator
         from patrickstar.step.resources import Resources
 

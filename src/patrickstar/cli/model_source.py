@@ -144,11 +144,7 @@ class ModelSource:
 
 
 def check_length(config: Any, seq_len: int) -> None:
-    """Refuses sequences longer than the model has positions.
-
-    Raises:
-        ConfigError: with the longest that it takes.
-    """
+    """Refuses sequences longer than the model has positions. ConfigError: with the longest that it takes."""
     positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and seq_len > positions:
         raise ConfigError(f"--seq-len {seq_len}: this model has {positions} positions")

@@ -140,11 +140,7 @@ MODELS: Final[Mapping[str, Shape]] = MappingProxyType(
 
 
 def shape_named(name: str) -> Shape:
-    """The shape that has a given name.
-
-    Raises:
-        ConfigError: there is none; names the nearest.
-    """
+    """The shape that has a given name. ConfigError: there is none; names the nearest."""
     if name in MODELS:
         return MODELS[name]
     # People type gpt2-XL and gpt_175b: the nearest name is the same one in another case.

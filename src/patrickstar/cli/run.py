@@ -37,11 +37,7 @@ from patrickstar.step.precision import find_precision
 
 
 def run(request: Request, signals: StopSignals) -> int:
-    """Trains; gives the exit status.
-
-    Raises:
-        patrickstar.Error: whatever keeps it from training.
-    """
+    """Trains; gives the exit status. patrickstar.Error: whatever keeps it from training."""
     display = Display()
     with _messages_to(display):
         if request.configuration is not None:
@@ -74,11 +70,7 @@ def run(request: Request, signals: StopSignals) -> int:
 
 
 def _foresee(request: Request, display: Display) -> tuple[Request, nn.Module, Forecast]:
-    """Builds the model, chooses what was left open of the request, and looks at what a step takes.
-
-    Raises:
-        BudgetError: it does not fit.
-    """
+    """Builds the model, chooses what was left open of the request, and looks at what a step takes. BudgetError: it does not fit."""
     model = _build_deferred(request, display)
     arguments = replace(request.arguments, weights=request.source.weights)
     if request.configuration is not None:

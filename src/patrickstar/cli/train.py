@@ -111,11 +111,7 @@ def _check_unused(directory: Path | None) -> None:
 
 
 def _check_together(given: dict[str, Any]) -> None:
-    """Refuses flags that make no sense together, before anything takes time.
-
-    Raises:
-        ConfigError: naming both.
-    """
+    """Refuses flags that make no sense together, before anything takes time. ConfigError: naming both."""
     for flag, name in (("--resume", "resume"), ("--save-every", "save_every")):
         if given[name] and given["checkpoint_dir"] is None:
             raise ConfigError(f"{flag} without --checkpoint-dir: name the directory of the checkpoints")

@@ -23,48 +23,22 @@ _ANY_TOTAL_BYTES: Final = 1 << 62  # stands in for a tier's total where only the
 class MemoryOptions:
     """The arguments of `manage`, valid together. `dataclasses.replace` checks again.
 
-    Sizes keep the form in which they were given: what "70%" comes to, the tier knows.
+    Sizes keep the form in which they were given: what "70%" comes to, the tier knows. Whether a device is there the runtime finds out.
     """
 
     device: str | None = None
-    """`"cpu"`, `"emulated"`, `"cuda"`, `"cuda:1"`; `None`: CUDA where there is one, else `"cpu"`. Whether
-    it is there the runtime finds out, and checks again with the device it found."""
-
     precision: str | None = None
-    """`"fp32"`; `None`: chosen by the runtime."""
-
     device_memory: int | str | None = None
-    """Budget of the device tier."""
-
     host_memory: int | str | None = None
-    """What this process may hold in host memory."""
-
     disk: Path | None = None
-    """Directory of the disk tier."""
-
     disk_memory: int | str | None = None
-    """Budget of the disk tier."""
-
     states: str = "exact"
-    """How master weights and moments are kept."""
-
     step: str = "deferred"
-    """When parameters are updated: `"deferred"`, at `optimizer.step()`, or `"in_backward"`, as gradients arrive."""
-
     max_grad_norm: float | None = None
-    """Global-norm clipping at every step."""
-
     weights: Path | None = None
-    """Where weights are loaded from: a safetensors file, or a directory of them."""
-
     activations: str = "model"
-    """What happens to activations between forward and backward."""
-
     mesh: object | None = None
-    """The ranks that take part. Arrives in a later version."""
-
     options: Options = field(default_factory=Options)
-    """Everything nobody should need."""
 
     def __post_init__(self) -> None:
         problems = [

@@ -53,11 +53,7 @@ def choice(name: str, value: object, allowed: Sequence[str | None], *, to_come: 
 
 
 def refuse(problems: Sequence[str], *, of: str) -> None:
-    """Nothing, where there are no problems.
-
-    Raises:
-        ConfigError: there are; the message has every one.
-    """
+    """Nothing, where there are no problems. ConfigError: there are; the message has every one."""
     if len(problems) == 1:
         raise ConfigError(f"{of}: {problems[0]}", problems=problems)
     if problems:

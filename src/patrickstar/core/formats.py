@@ -95,11 +95,7 @@ def _fp32_planes() -> dict[str, PlaneFormat]:
 
 
 class SessionFormats:
-    """The formats of one session, which has others once it turns out to need more.
-
-    Attributes:
-        now: those that hold now.
-    """
+    """The formats of one session, which has others once it turns out to need more. `now`: those that hold now."""
 
     def __init__(self, formats: Formats) -> None:
         self.now = formats

@@ -18,10 +18,6 @@ class Ledger:
         """Bytes the tier holds now: chunks and non-model data."""
         return self._chunks[tier] + self._nonmodel[tier]
 
-    def chunks(self, tier: Tier) -> int:
-        """Bytes of chunks the tier holds now."""
-        return self._chunks[tier]
-
     def peak(self, tier: Tier) -> int:
         """The most bytes the tier has held at once."""
         return self._peak[tier]

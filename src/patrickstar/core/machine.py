@@ -75,11 +75,7 @@ class Machine:
 
     @classmethod
     def parse(cls, text: str) -> Machine:
-        """The machine that prints as `text`.
-
-        Raises:
-            ValueError: `text` is not the print of a machine.
-        """
+        """The machine that prints as `text`. ValueError: `text` is not the print of a machine."""
         compute, _, budgets = text.partition(": ")
         pairs = [entry.partition("=") for entry in budgets.split(" ")]
         return cls(Tier(compute), {Tier(tier): int(nbytes) for tier, _, nbytes in pairs})

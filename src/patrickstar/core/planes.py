@@ -10,7 +10,7 @@ REST: Final = "rest"  # what completes a 16-bit weight to its fp32 master
 GRAD: Final = "grad"
 EXP_AVG: Final = "exp_avg"
 EXP_AVG_SQ: Final = "exp_avg_sq"
-STEP: Final = "step"  # no plane: the update of a chunk is of this
+STEP: Final = "step"  # no plane: the update of a chunk is of this, and stands for the count of updates of a parameter
 
 
 class PlaneRef(NamedTuple):
@@ -28,11 +28,7 @@ class PlaneRef(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> PlaneRef:
-        """The unit that prints as `text`.
-
-        Raises:
-            ValueError: `text` is not the print of a unit.
-        """
+        """The unit that prints as `text`. ValueError: `text` is not the print of a unit."""
         chunk, dot, plane = text.partition(".")
         if chunk[:1] != "c" or not (chunk[1:].isascii() and chunk[1:].isdigit()) or not dot or not plane.isidentifier():
             raise ValueError(f'{text!r} is not a plane of a chunk, such as "c12.weight"')

@@ -107,15 +107,6 @@ class SlotMap:
         self._n_apart -= 1
         self._cold_from = min(self._cold_from, slot)
 
-    def check(self) -> None:
-        """Fails, naming the number, where an invariant at the top of this file does not hold. Tests call it."""
-        assert len(self._state) == self.virtual_slots, "(1)"
-        assert set(self._state) <= {_COLD, _WARM, _USED, _APART}, "(1)"
-        assert self.in_use == self._state.count(_USED), f"(2) {self.in_use} in use, {self._state.count(_USED)} marked"
-        assert self._n_apart == self._state.count(_APART), "(1)"
-        assert sorted(self._warm) == [slot for slot, state in enumerate(self._state) if state == _WARM], "(3)"
-        assert self._state.count(_COLD, 0, self._cold_from) == 0, "(4)"
-
     def _lowest_cold(self) -> int:
         self._cold_from = slot = self._state.find(_COLD, self._cold_from)
         if slot < 0:

@@ -104,11 +104,7 @@ class Moment:
 
     @classmethod
     def parse(cls, line: str) -> Moment:
-        """The moment that prints as `line`.
-
-        Raises:
-            ValueError: `line` is not the print of a moment.
-        """
+        """The moment that prints as `line`. ValueError: `line` is not the print of a moment."""
         phase, label, nonmodel, *rest = line.split(" ")
         live_bytes, _, nonmodel_bytes = nonmodel.rpartition("..")
         rest, held = _split_at(rest, "held")
@@ -152,11 +148,7 @@ class Trace:
 
     @classmethod
     def parse(cls, text: str) -> Trace:
-        """The trace that prints as `text`.
-
-        Raises:
-            ValueError: `text` is not the print of a trace, or was cut short.
-        """
+        """The trace that prints as `text`. ValueError: `text` is not the print of a trace, or was cut short."""
         head, *lines = text.strip().splitlines() or [""]
         if head != f"trace of {len(lines)} moments":
             raise ValueError(f"{head!r} is followed by {len(lines)} lines: not a whole trace")

@@ -1,14 +1,13 @@
 """The classes of parameters that have no memory yet, and of aliases of them. See Note [Deferred] in `recording.py`.
 
 While modules are built, parameters are `nn.Parameter` itself, and `deferred_init()` sees what is done with aliases before their class does.
-Afterwards the classes let nobody read or write values that are not there. They are made for one context each, as those in `classes.py` are
-for one binding.
+Afterwards the classes let nobody read or write values that are not there. They are made for one context each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree
@@ -25,15 +24,8 @@ _ALLOWED = (
 )
 
 
-class Records(Protocol):
-    """The recorder, as far as the classes of its parameters know it."""
-
-    def label(self, tensor: Tensor) -> str:
-        """The name of a parameter in messages."""
-
-
-def deferred_classes(recorder: Records) -> tuple[type[Any], type[Any]]:
-    """Classes for the parameters of one recorder, and for views of them, which let nobody read what is not there."""
+def deferred_classes(recorder: object, label: Callable[[Tensor], str]) -> tuple[type[Any], type[Any]]:
+    """Classes for the parameters of one recorder, and for views of them, which let nobody read what is not there. `label`: names them in messages."""
 
     class Deferred:
         __slots__ = ()
@@ -42,14 +34,18 @@ def deferred_classes(recorder: Records) -> tuple[type[Any], type[Any]]:
 
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return _answer(cls, func, args, kwargs or {})
+            if func not in _ALLOWED:
+                ours: Any = next(leaf for leaf in _pytree.tree_leaves((args, kwargs)) if type(leaf) is cls)
+                raise _has_no_values(label(ours), getattr(func, "__name__", str(func)))
+            with Plain():
+                return func(*args, **(kwargs or {}))
 
         def __repr__(self: Any, **_: Any) -> str:
             with Plain():
                 return f"{self._kind} of shape {tuple(self.shape)}, {self.dtype}, without values until manage()"
 
         def __reduce_ex__(self: Any, protocol: Any) -> Any:
-            raise _has_no_values(recorder.label(self), "pickle")
+            raise _has_no_values(label(self), "pickle")
 
     class DeferredParameter(Deferred, nn.Parameter):  # type: ignore[misc]
         """A parameter whose values are made when it is managed."""
@@ -57,7 +53,7 @@ def deferred_classes(recorder: Records) -> tuple[type[Any], type[Any]]:
         _kind = "Parameter"
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-            raise _has_no_values(recorder.label(self), "copy.deepcopy")
+            raise _has_no_values(label(self), "copy.deepcopy")
 
     class DeferredAlias(Deferred, Tensor):  # type: ignore[misc]
         """A view of a deferred parameter, its `.data`, `detach()`."""
@@ -72,14 +68,6 @@ def deferred_classes(recorder: Records) -> tuple[type[Any], type[Any]]:
             return copied
 
     return DeferredParameter, DeferredAlias
-
-
-def _answer(cls: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if func not in _ALLOWED:
-        ours = next(leaf for leaf in _pytree.tree_leaves((args, kwargs)) if type(leaf) is cls)
-        raise _has_no_values(cls.deferred_by.label(ours), getattr(func, "__name__", str(func)))
-    with Plain():
-        return func(*args, **kwargs)
 
 
 def _has_no_values(label: str, what: str) -> StateError:

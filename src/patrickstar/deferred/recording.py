@@ -58,7 +58,7 @@ class DeferredRecorder:
     """A recorder of what happens to tensors during one `deferred_init()`, and afterwards the source of its parameters' values."""
 
     def __init__(self) -> None:
-        self._parameter_class, self._alias_class = deferred_classes(self)
+        self._parameter_class, self._alias_class = deferred_classes(self, self.label)
         self._storages = Storages()
         self._number = 0
         self._freed_bytes = 0

@@ -52,19 +52,9 @@ class Arena:
         self._lent: dict[int, Ticket | None] = {}
 
     @property
-    def in_use(self) -> int:
-        """Slots taken and not given back."""
-        return self._slots.in_use
-
-    @property
     def committed_slots(self) -> int:
         """Slots that may hold pages: those in use, and free ones not trimmed since."""
         return self._slots.committed
-
-    @property
-    def address_range(self) -> tuple[int, int]:
-        """First address of the arena, and the first one past it."""
-        return self._space.address_range
 
     def expect_open(self) -> None:
         """Raises StateError where the memory cannot be used: it has been let go of, or belongs to another process."""
@@ -126,17 +116,7 @@ class Arena:
         self._end_loans(waits=True)
         for first, n in self._slots.trim(max_committed_slots):
             for slot in range(first, first + n):
-                if slot in self._fences:
-                    with suppress(Exception):  # over, however it ended: whom that concerns is told by other tickets
-                        self._fences[slot].wait()  # a late write would bring pages back
-                    del self._fences[slot]  # not before its wait, which an interruption may end
-            # Where memory ran out when they were taken, some have none.
-            has_some = 1 not in self._unprepared[first : first + n]
-            for start, length in [(first, n)] if has_some else [(slot, 1) for slot in range(first, first + n)]:
-                if self._unprepared[start]:
-                    continue
-                if self._space.discard(start * self.slot_bytes, length * self.slot_bytes):
-                    self._unprepared[start : start + length] = b"\1" * length
+                self._take_away(slot, self._fences)
 
     def _lend(self, max_committed_slots: int, to: range) -> None:
         """Gives the memory of free slots to those of `to` that have none, as far as the bound asks for that. See Note [Lent memory]."""
@@ -144,8 +124,7 @@ class Arena:
         for first, n in self._slots.trim(max_committed_slots):
             for slot in range(first, first + n):
                 if not needy or self._unprepared[slot]:
-                    self._take_away(slot, self._fences.get(slot))
-                    self._fences.pop(slot, None)
+                    self._take_away(slot, self._fences)
                     continue
                 target = needy.pop()
                 self._space.lend(slot * self.slot_bytes, target * self.slot_bytes)
@@ -160,15 +139,17 @@ class Arena:
         """Takes memory away from slots that are set apart and whose works are over, or are waited for."""
         for slot, fence in list(self._lent.items()):
             if waits or fence is None or fence.done:
-                self._take_away(slot, fence)
-                del self._lent[slot]
+                self._take_away(slot, self._lent)
                 self._slots.put_back(slot)
 
-    def _take_away(self, slot: int, fence: Ticket | None) -> None:
-        """Takes the memory of a slot away, when the works on it are over."""
+    def _take_away(self, slot: int, fences: dict[int, Ticket] | dict[int, Ticket | None]) -> None:
+        """Takes the memory of a slot away, when the works on it are over; it has no fence any more then."""
+        fence = fences.get(slot)
         if fence is not None:
             with suppress(Exception):  # over, however it ended: whom that concerns is told by other tickets
-                fence.wait()
+                fence.wait()  # a late write would bring pages back
+        fences.pop(slot, None)  # not before its wait, which an interruption may end
+        # Where memory ran out when it was taken, it has none.
         if not self._unprepared[slot] and self._space.discard(slot * self.slot_bytes, self.slot_bytes):
             self._unprepared[slot] = 1
 

@@ -30,12 +30,8 @@ class DeviceSpace(Space):
         self._piece_bytes = granule if unit_bytes % granule else unit_bytes
         self._owner = os.getpid()
         self._addresses: DeviceAddresses | None = DeviceAddresses(nbytes, device=device.index or 0)
-        self._start, self._nbytes = self._addresses.start, nbytes
+        self._start = self._addresses.start
         self._prepared: Counter[int] = Counter()  # units, by piece
-
-    @property
-    def address_range(self) -> tuple[int, int]:
-        return self._start, self._start + self._nbytes
 
     def buffer(self, at: int, nbytes: int) -> memoryview:  # noqa: ARG002
         raise StateError(f"the {self.name} arena has no bytes that the host could see")

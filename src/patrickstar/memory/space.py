@@ -18,14 +18,7 @@ _Memory = TypeVar("_Memory")
 
 
 class Space(Protocol):
-    """Memory whose addresses are reserved, and whose pages come with their first use. What has a body here holds for most kinds.
-
-    Attributes:
-        address_range: first address, and the first one past it.
-    """
-
-    @property
-    def address_range(self) -> tuple[int, int]: ...
+    """Memory whose addresses are reserved, and whose pages come with their first use. What has a body here holds for most kinds."""
 
     def expect_open(self) -> object:
         """The memory itself. Raises StateError where it cannot be used: it has been let go of, or belongs to another process."""
@@ -80,11 +73,6 @@ class HostSpace(Space):
 
         self._memory: ctypes.Array[ctypes.c_char] | None = reserve(nbytes)
         self._start = ctypes.addressof(self._memory)
-        self._nbytes = nbytes
-
-    @property
-    def address_range(self) -> tuple[int, int]:
-        return self._start, self._start + self._nbytes
 
     def buffer(self, at: int, nbytes: int) -> memoryview:
         return memoryview(self.expect_open()).cast("B")[at : at + nbytes]
@@ -100,7 +88,7 @@ class HostSpace(Space):
     def copy_from(self, other: Space, from_: int, at: int, nbytes: int) -> None:
         self.expect_open()
         if isinstance(other, HostSpace):
-            ctypes.memmove(self._start + at, other.address_range[0] + from_, nbytes)
+            ctypes.memmove(self._start + at, other._start + from_, nbytes)
         else:
             copy_by_unit(other, from_, self, at, nbytes, unit_bytes=self._unit_bytes)
 

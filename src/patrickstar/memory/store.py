@@ -110,9 +110,8 @@ class ChunkStore:
         """
         if os.getpid() != self._process:
             self.units.expect_open()
-        for waits, group in groupby(
-            actions, key=Wait.__instancecheck__
-        ):  # `isinstance`, without a function of Python's
+        # `isinstance`, without a function of Python's.
+        for waits, group in groupby(actions, key=Wait.__instancecheck__):
             # Nobody waits in between: what is moved, and what is noted of it, belong together.
             with Plain() if waits else InterruptionsPutOff():
                 for action in group:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -34,37 +34,28 @@ class _UnderWay:
     fresh_slots: int
 
 
+@dataclass(eq=False)
 class WorksUnderWay:
     """Has works done, in an order in which none is early.
 
-    Args:
+    Attributes:
         units: whose bytes they move.
         make_lane: makes the lanes, each when it is first used. chunks: number of chunks of a unit's run.
         device: whose streams the lanes of links and of the compute tier are; None: there are none. poison: whether slots given back are
-            filled with NaN.
-
-    Attributes:
-        is_queued: whether works are queued on a device, and so `compute` is to be called.
+            filled with NaN. is_queued: whether works are queued on a device, and so `compute` is to be called.
     """
 
-    def __init__(
-        self,
-        units: UnitBytes,
-        make_lane: MakeLane,
-        *,
-        chunks: Callable[[PlaneRef], int],
-        device: torch.device | None = None,
-        poison: bool = False,
-    ) -> None:
-        self._state = units.state
-        self._compute = units.state.compute
-        self._units = units
-        self._make_lane = make_lane
-        self._chunks = chunks
-        self._readiness = Readiness(device)
-        self._poison = poison
+    units: UnitBytes
+    make_lane: MakeLane
+    _: KW_ONLY
+    chunks: Callable[[PlaneRef], int]
+    device: torch.device | None = None
+    poison: bool = False
 
-        self.is_queued = device is not None
+    def __post_init__(self) -> None:
+        self._state, self._compute = self.units.state, self.units.state.compute
+        self._readiness = Readiness(self.device)
+        self.is_queued = self.device is not None
         self._lanes: dict[tuple[Tier, Tier | None], Lane] = {}
         self._under_way: dict[tuple[WorkKind, PlaneRef, Tier], _UnderWay] = {}  # by work
 
@@ -74,7 +65,7 @@ class WorksUnderWay:
         """The lane from one tier to another, the one that fills slots of a tier, or the one that updates what is there."""
         found = self._lanes.get((src, dst))
         if found is None:
-            found = self._lanes[src, dst] = self._make_lane(src, dst)
+            found = self._lanes[src, dst] = self.make_lane(src, dst)
         return found
 
     def drain(self) -> None:
@@ -139,7 +130,7 @@ class WorksUnderWay:
         """All that must be over before a work writes what it writes. `takes`: into slots that have just been taken, which have fences."""
         (kind, ref, tier), before = issue.work, list[Ticket]()
         if kind is not WorkKind.UPDATE and tier is not Tier.DISK:
-            before += self._units.fences(ref, tier, issue.slots)
+            before += self.units.fences(ref, tier, issue.slots)
             if (WorkKind.CREATE, ref, tier) in self._under_way:
                 before += self._zeros(ref, tier)
         if self.is_queued:
@@ -151,10 +142,10 @@ class WorksUnderWay:
 
     def _begin_by_chunk(self, ref: PlaneRef, src: Tier, dst: Tier, before: list[Ticket]) -> Ticket:
         """Begins the transfer of a run as one of each chunk, so that none waits for updates of others."""
-        lane, chunks = self.lane(src, dst), self._chunks(ref)
+        lane, chunks = self.lane(src, dst), self.chunks(ref)
         slots, parts = self._state.slots[ref] // chunks, list[Ticket]()
         for number in range(chunks):
-            work = self._units.copying(ref, src, dst, range(number * slots, (number + 1) * slots))
+            work = self.units.copying(ref, src, dst, range(number * slots, (number + 1) * slots))
             update = self._under_way.get(Work.update(ref.chunk + number, src))
             # On a device an update that has been waited for is queued, and no more. The last one comes after all before it, and what was computed.
             after = self._readiness.before_reading((ref, src)) if update is None else [update.ticket]
@@ -204,15 +195,15 @@ class WorksUnderWay:
         filling = self._under_way.pop((WorkKind.CREATE, ref, tier), None)
         fence = None if filling is None else filling.ticket
         before = [] if fence is None else [fence]
-        if self._poison or self.is_queued:
+        if self.poison or self.is_queued:
             before += self._readiness.before_writing((ref, tier))
             if tier is self._compute:
                 before += self._readiness.computed()
             self._readiness.forget((ref, tier))
-            if self._poison or before:
-                work = self._units.poisoning(ref, tier, slots) if self._poison else _nothing
+            if self.poison or before:
+                work = self.units.poisoning(ref, tier, slots) if self.poison else _nothing
                 fence = self.lane(tier, tier).issue(work, before)
-        self._units.give(ref, tier, slots, fence=fence)
+        self.units.give(ref, tier, slots, fence=fence)
 
     def _zeros(self, ref: PlaneRef, tier: Tier) -> list[Ticket]:
         """The filling of a unit's slots, if nobody has waited for it."""
@@ -229,7 +220,7 @@ class WorksUnderWay:
     def arriving_bytes(self) -> int:
         """Bytes of the pages that come with these transfers, without those that have. It takes a call of the system for each of them."""
         coming = (ref for (_, ref, _), one in self._under_way.items() if one.fresh_slots and not one.ticket.done)
-        return sum(map(self._units.absent_bytes, coming))
+        return sum(map(self.units.absent_bytes, coming))
 
 
 def _nothing() -> None:

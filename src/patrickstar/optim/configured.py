@@ -36,11 +36,7 @@ class Scheduler(LambdaLR):
         super().__init__(optimizer, [partial(lambda base, done: rates.lr(done, base), base) for base in bases])
 
     def step(self, epoch: int | None = None) -> None:
-        """Goes on by one step.
-
-        Raises:
-            ConfigError: the schedule's betas have left what Adam takes.
-        """
+        """Goes on by one step. ConfigError: the schedule's betas have left what Adam takes."""
         super().step(epoch)
         betas = self._betas(self.last_epoch)
         if betas is not None:

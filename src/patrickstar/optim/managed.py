@@ -71,7 +71,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
         self._attached = True
         self._guard = original.register_step_pre_hook(self._on_original_step)
         self._handles = (
-            original.register_state_dict_post_hook(self._on_original_state_dict, prepend=True),
+            original.register_state_dict_post_hook(lambda *_: target.optimizer_state_dict(), prepend=True),
             original.register_load_state_dict_pre_hook(self._on_original_load),
         )
 
@@ -238,9 +238,6 @@ class ManagedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             run()
         return (self._idle,), {}
-
-    def _on_original_state_dict(self, *_: object) -> dict[str, Any]:
-        return self._target.optimizer_state_dict()
 
     def _on_original_load(self, *_: object) -> None:
         if not self._loading:

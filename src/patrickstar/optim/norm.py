@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import add
 
 import torch
 
@@ -39,10 +41,6 @@ class Norm(ABC):
         """The sums of all blocks so far, 1-D in fp64, where they were taken: `norm_of` them is the norm."""
         assert not self._filled, "inside a tensor: end_tensor() first"
         return torch.cat(self._numbers) if self._numbers else torch.empty(0, dtype=torch.float64, device=self._device)
-
-    def result(self) -> torch.Tensor:
-        """The norm of all tensors so far: a tensor of no dimensions, fp32, on the host. NaN or Inf where a gradient is."""
-        return norm_of(self.numbers().tolist())
 
 
 class GlobalNorm(Norm):
@@ -130,18 +128,11 @@ class GlobalNorm(Norm):
         return sums[:, 0].clone()  # what it is a part of is written over
 
 
-def sum_left_to_right(numbers: Iterable[float]) -> float:
-    """The sum of numbers in fp64, one after the other."""
-    total = 0.0
-    for number in numbers:
-        total += number
-    return total
-
-
 def norm_of(numbers: Iterable[float]) -> torch.Tensor:
     """The norm from the sums of all blocks: a tensor of no dimensions, fp32, on the host. NaN or Inf where a gradient is."""
+    total = reduce(add, numbers, 0.0)  # left to right, where `sum` carries what it has rounded off
     # Through fp64: a norm beyond fp32 rounds to Inf, as in torch, where a direct conversion might refuse it.
-    return torch.tensor(math.sqrt(sum_left_to_right(numbers)), dtype=torch.float64, device="cpu").float()
+    return torch.tensor(math.sqrt(total), dtype=torch.float64, device="cpu").float()
 
 
 def clip_factor(max_norm: float, norm: torch.Tensor) -> torch.Tensor:

@@ -28,9 +28,6 @@ from patrickstar.optim.scratch import PassBytes, block_numel
 class Passes(Protocol):
     """Passes over planes that lie on one device. None waits for it. All tensors are flat and contiguous, of any length, at any address."""
 
-    @property
-    def name(self) -> str: ...
-
     def update(
         self,
         weight: Tensor,
@@ -61,12 +58,6 @@ class Passes(Protocol):
     def look(self, piece: Tensor, is_finite: Tensor) -> None:
         """Makes a flag (0-dim, int32, where the piece is) 0 if there is an Inf or NaN in the piece; else leaves it as it is."""
 
-    def split(self, master: Tensor, weight: Tensor, rest: Tensor) -> None:
-        """Writes a master into its two parts (`masters.split`)."""
-
-    def join(self, weight: Tensor, rest: Tensor, master: Tensor) -> None:
-        """Writes what two parts come to (`masters.join`)."""
-
     def norm(self, device: torch.device | None, *, largest: int | None = None) -> Norm:
         """An empty global norm, whose squares are taken on this device; None: on the host. `largest`: elements of the largest tensor, if known."""
 
@@ -85,19 +76,11 @@ def update_all(passes: Passes, planes: Sequence[tuple[Tensor, ...]], *, step: in
 
 @dataclass(frozen=True, slots=True)
 class TorchPasses:
-    """Passes in torch's operations, on any device.
-
-    Attributes:
-        kernel: updates whole fp32 planes; the other formats block by block.
-    """
+    """Passes in torch's operations, on any device. `kernel`: updates whole fp32 planes; the other formats block by block."""
 
     kernel: Kernel
     _splitting: Scratch = field(init=False, default_factory=partial(Scratch, torch.float32, torch.float32, torch.int32))
     _widening: Scratch = field(init=False, default_factory=partial(Scratch, torch.float32))
-
-    @property
-    def name(self) -> str:
-        return self.kernel.name
 
     def update(
         self,
@@ -144,9 +127,6 @@ class TorchPasses:
         if piece.numel():
             least, most = torch.aminmax(piece)  # both show in the extremes
             is_finite.mul_(torch.isfinite(least) & torch.isfinite(most))
-
-    split = staticmethod(masters.split)
-    join = staticmethod(masters.join)
 
     def norm(self, device: torch.device | None, *, largest: int | None = None) -> Norm:
         return GlobalNorm(device, largest=largest)

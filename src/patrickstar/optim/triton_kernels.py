@@ -216,26 +216,6 @@ def look_kernel(piece, numel, is_finite, block_numel: tl.constexpr):
 
 
 @triton.jit
-def join_kernel(weight, rest, master, numel, block_numel: tl.constexpr):
-    """Masters from their parts."""
-    offsets = tl.program_id(0) * block_numel + tl.arange(0, block_numel)
-    mask = offsets < numel
-    shown = tl.load(weight + offsets, mask=mask, other=0.0)
-    tl.store(master + offsets, joined(shown, tl.load(rest + offsets, mask=mask, other=0)), mask=mask)
-
-
-@triton.jit
-def split_kernel(master, weight, rest, numel, block_numel: tl.constexpr):
-    """Parts of masters; where `rest` is None, the weights only."""
-    offsets = tl.program_id(0) * block_numel + tl.arange(0, block_numel)
-    mask = offsets < numel
-    shown, left = parted(tl.load(master + offsets, mask=mask, other=0.0), weight.dtype.element_ty)
-    tl.store(weight + offsets, shown, mask=mask)
-    if rest is not None:
-        tl.store(rest + offsets, left, mask=mask)
-
-
-@triton.jit
 def added_neighbours(values, levels: tl.constexpr, width: tl.constexpr):
     """A row: the sums of each of 2**levels rows with its neighbour, of these with theirs, until one is left: [2**levels, width] -> [width]."""
     for level in tl.static_range(levels):

@@ -19,8 +19,6 @@ from patrickstar.optim.triton_norm import TritonNorm
 class TritonPasses:
     """Passes by the kernels of `triton_kernels.py`. Each queues its work on the current stream and waits for nothing."""
 
-    name = "triton"
-
     @torch.no_grad()
     def update(
         self,
@@ -82,16 +80,6 @@ class TritonPasses:
         _check_flag(is_finite, piece)
         launch(kernels.look_kernel, (piece,), is_finite)
 
-    @torch.no_grad()
-    def split(self, master: Tensor, weight: Tensor, rest: Tensor) -> None:
-        _check_parts(weight, rest, master)
-        launch(kernels.split_kernel, (master, weight, rest))
-
-    @torch.no_grad()
-    def join(self, weight: Tensor, rest: Tensor, master: Tensor) -> None:
-        _check_parts(weight, rest, master)
-        launch(kernels.join_kernel, (weight, rest, master))
-
     def norm(self, device: torch.device | None, *, largest: int | None = None) -> Norm:
         assert device is not None, "a norm of the host's is another family's"
         return TritonNorm(device, largest=largest)
@@ -114,9 +102,3 @@ def _check_flag(is_finite: Tensor, piece: Tensor) -> None:
 
 def _are_parts(weight: Tensor, rest: Tensor) -> bool:
     return weight.dtype in (torch.bfloat16, torch.float16) and rest.dtype is rest_type(weight.dtype)
-
-
-def _check_parts(weight: Tensor, rest: Tensor, master: Tensor) -> None:
-    found = (weight.dtype, rest.dtype, master.dtype)
-    assert _are_parts(weight, rest), f"parts and a master of {found}"
-    assert master.dtype is torch.float32, f"parts and a master of {found}"

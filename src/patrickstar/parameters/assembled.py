@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +29,6 @@ from patrickstar.parameters.bound import placeholder
 from patrickstar.parameters.functions import ESCAPES, NEEDS_NO_DATA, REPOINTS, SHAPE_ONLY, accessor
 from patrickstar.parameters.transforms import expect_no_transform
 from patrickstar.parameters.weight_access import WeightAccess
-
-STEP: Final = "step"
-"""The name, in the place of a plane, of a parameter's count of updates."""
 
 _STAYS = frozenset({Tensor.requires_grad_, accessor("requires_grad", "__set__"), accessor("grad", "__get__")})
 _ANOTHER = frozenset({Tensor.detach, accessor("data", "__get__")})
@@ -74,11 +71,7 @@ class AssembledTensors:
     """
 
     def __init__(
-        self,
-        access: WeightAccess,
-        assembled_class: type[Tensor],
-        *,
-        device: torch.device | None = None,
+        self, access: WeightAccess, assembled_class: type[Tensor], *, device: torch.device | None = None
     ) -> None:
         self._device = device
         self._owner = access.owner

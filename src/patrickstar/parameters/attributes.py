@@ -23,11 +23,7 @@ from patrickstar.torch_private import backward_id
 
 @dataclass(frozen=True, slots=True)
 class Attributes:
-    """The answers for managed parameters, and for their detached aliases.
-
-    Attributes:
-        bound: the records of parameters and tiles, by `id()`.
-    """
+    """The answers for managed parameters, and for their detached aliases. `bound`: the records of parameters and tiles, by `id()`."""
 
     bound: Mapping[int, BoundParameter]
     access: WeightAccess
@@ -156,10 +152,7 @@ class DetachedAliases:
         reference = weakref.ref(alias, lambda _: (known.pop(key, None), leases.pop(key, None)))
         alias.__class__ = self._class
         living = cast("Callable[[], Tensor]", reference)  # asked for only through the alias itself, so alive
-        known[key] = (
-            reference,
-            replace(bound, tensor=living, alive=None, is_detached=True, tiles=()),
-        )
+        known[key] = reference, replace(bound, tensor=living, alive=None, is_detached=True, tiles=())
         return alias
 
     def hold(self, alias: Tensor, leased: Tensor) -> None:

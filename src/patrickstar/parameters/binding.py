@@ -92,8 +92,7 @@ class Binding:
         gradients: what `.grad` of a parameter is. assembled: what stands for gradients and for the optimizer's state in chunks.
         changes: what uses change in place. saved: packs what autograd saves.
         parameter_class, plain_class: of parameters between uses, and of ordinary ones.
-        whole: the parameters, while they keep their bytes, as `is_whole` says. owner: as given.
-        device: where parameters are used, as given.
+        whole: the parameters, while they keep their bytes, as `is_whole` says.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class Binding:
         # Fake tensors are a class of their own, and what stands for them must be a subclass of it.
         base = next((FakeTensor for parameter in named.values() if isinstance(parameter, FakeTensor)), Tensor)
         self.plain_class: type[Any] = nn.Parameter if base is Tensor else base
-        classes = managed_classes(self, self.plain_class, base)
+        classes = managed_classes(self, self.plain_class, base, handle=self.handle, ordinary=self.ordinary)
         self.parameter_class, self._alias_class, self._detached_class, self._assembled_class = classes
         self.access = WeightAccess(self.records, owner, leases, counts, alias_class=self._alias_class, base=base)
         self.assembled = AssembledTensors(self.access, self._assembled_class, device=device)
@@ -136,9 +135,7 @@ class Binding:
         if whole:
             self.gradients.stay_put()
         self.saved = SavedTensors(
-            self.access,
-            lasting=self.assembled.lasting,
-            standin=lambda parameter: self._bound[id(parameter)].standin,
+            self.access, lasting=self.assembled.lasting, standin=lambda parameter: self._bound[id(parameter)].standin
         )
         self._detached = DetachedAliases(self._detached_class)
         self._attributes = Attributes(self._bound, self.access, self.gradients, self._detached)

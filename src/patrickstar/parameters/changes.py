@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, PlaneRef
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, STEP, PlaneRef
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey
-from patrickstar.parameters.assembled import STEP, AssembledTensors
+from patrickstar.parameters.assembled import AssembledTensors
 from patrickstar.parameters.bound import BoundParameter, with_tiles
 from patrickstar.parameters.functions import uncounted, writes_to
 from patrickstar.parameters.owner import Rewriting
@@ -63,12 +63,7 @@ class Changes:
     rewriting: Rewriting | None
 
     def watch(
-        self,
-        func: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        tensors: Sequence[Tensor],
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, tensors: Sequence[Tensor]
     ) -> WatchedUse:
         """The watch over a function that is about to run, given these parameters, and views of slots, whose bytes are there."""
         hidden = {id(tensor) for tensor in uncounted(func, args, kwargs)}

@@ -208,10 +208,6 @@ class GradientAccess:
             if own is not None:
                 yield name, own
 
-    def own_bytes(self) -> int:
-        """Bytes of all gradients that are the user's own."""
-        return sum(gradient.nbytes for _, gradient in self.owned())
-
     def taken_bytes(self) -> int:
         """Bytes that they take of where they lie."""
         return sum(block_bytes(gradient.nbytes, gradient.device.type) for _, gradient in self.owned())

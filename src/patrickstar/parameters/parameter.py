@@ -5,30 +5,26 @@ These classes are made for each binding anew, so that a tensor leads to its bind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
 from patrickstar.torch_private import Plain
 
 
-class Handler(Protocol):
-    """The binding, as far as the classes of its parameters know it."""
-
-    def handle(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], foreign: Sequence[type] = ()
-    ) -> Any:
-        """The result of a torch function with parameters or aliases of the binding among its arguments, and tensors of the user's own classes."""
-
-    def ordinary(self, parameter: Tensor) -> nn.Parameter:
-        """An ordinary parameter with the values of a managed one."""
-
-
 def managed_classes(
-    binding: Handler, parameter: type[Tensor], alias: type[Tensor]
+    binding: object,
+    parameter: type[Tensor],
+    alias: type[Tensor],
+    *,
+    handle: Callable[..., Any],
+    ordinary: Callable[[Tensor], nn.Parameter],
 ) -> tuple[type[Any], type[Tensor], type[Tensor], type[Tensor]]:
-    """The classes of parameters, views of slots, detached aliases of parameters, and assembled tensors: subclasses of these two."""
+    """The classes of parameters, views of slots, detached aliases of parameters, and assembled tensors: subclasses of these two.
+
+    `handle`, `ordinary`: as `Binding` has them.
+    """
 
     class Managed:
         __slots__ = ()
@@ -37,7 +33,8 @@ def managed_classes(
 
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return binding.handle(func, args, kwargs or {}, _others(types) if len(types) > 1 else ())
+            others = [kind for kind in types if not hasattr(kind, "managed_by")] if len(types) > 1 else ()
+            return handle(func, args, kwargs or {}, others)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             if id(self) not in memo:
@@ -54,7 +51,7 @@ def managed_classes(
         """A parameter whose bytes belong to a session. See Note [Binding]."""
 
         def _ordinary(self) -> nn.Parameter:
-            return binding.ordinary(self)
+            return ordinary(self)
 
     class Alias(Managed, alias):  # type: ignore[misc,valid-type]
         """A view of a slot that a use has returned. See Note [Binding]."""
@@ -71,11 +68,6 @@ def managed_classes(
         """A gradient, or state of the optimizer, that lies in chunks. See Note [Assembled tensors] in `assembled.py`."""
 
     return ManagedParameter, Alias, Detached, Assembled
-
-
-def _others(types: Sequence[type]) -> list[type]:
-    """The classes among these that are no session's."""
-    return [kind for kind in types if not hasattr(kind, "managed_by")]
 
 
 def _ordinary_copy(alias: Tensor) -> Tensor:

@@ -6,11 +6,7 @@ from torch import nn
 
 
 class Registered:
-    """The modules of a model with their parameters, as they are now.
-
-    Attributes:
-        model: as given. modules, parameters: of it, each once.
-    """
+    """The modules and the parameters of a model as they are now, each once."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

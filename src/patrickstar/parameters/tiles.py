@@ -34,11 +34,7 @@ _PLAIN_LOOKUP: Final = (("max_norm", None), ("scale_grad_by_freq", False), ("spa
 
 
 def tile_by_tile(
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    tiled: Mapping[int, BoundParameter],
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, tiled: Mapping[int, BoundParameter]
 ) -> Callable[[], Tensor] | None:
     """A linear or lookup whose weight is in tiles, to be called; None where its weight is not, or where it is asked for more.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,44 +21,35 @@ from patrickstar.plan.touches import UseCounts
 from patrickstar.torch_private import NotInference, Plain, backward_id, transform_level
 
 
+@dataclass(eq=False)
 class WeightAccess:
     """Gives parameters the bytes of their units, or of copies, for as long as they are used.
 
-    Args:
+    Attributes:
         records: of parameters and tiles, by name. owner: brings the bytes. leases: of the slots in use. counts: of uses.
         alias_class: of views of slots that a use has returned. base: the class of ordinary tensors.
-
-    Attributes:
-        records, owner, leases: as given. lock: held while bytes are given and taken.
-        held: how many uses and module calls hold a parameter now, of those that are held.
+        lock: held while bytes are given and taken. held: how many uses and module calls hold a parameter now, of those that are held.
         open: parameters that a block's backward holds, each with the 1-D tensor that it lies in, which is the same for all who ask meanwhile.
         in_blocks: parameters of blocks, by `id()`.
         recomputed: versions of parameters, by `id()`, at which a recomputation of a forward, in backward, has left them.
     """
 
-    def __init__(
-        self,
-        records: Mapping[str, BoundParameter],
-        owner: Owner,
-        leases: Leases,
-        counts: UseCounts,
-        *,
-        alias_class: type[Tensor],
-        base: type[Tensor],
-    ) -> None:
-        self.records = records
-        self.owner = owner
-        self.leases = leases
-        self._counts = counts
-        self._alias_class = alias_class
-        self._base = base
+    records: Mapping[str, BoundParameter]
+    owner: Owner
+    leases: Leases
+    counts: UseCounts
+    alias_class: type[Tensor]
+    base: type[Tensor]
+
+    held: dict[BoundParameter, int] = field(default_factory=dict, init=False)
+    open: dict[BoundParameter, Tensor] = field(default_factory=dict, init=False)
+    in_blocks: set[int] = field(default_factory=set, init=False)
+    recomputed: dict[int, int] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
         self.lock = threading.RLock()
-        self.held: dict[BoundParameter, int] = {}
-        self.open: dict[BoundParameter, Tensor] = {}
-        self.in_blocks: set[int] = set()
-        self.recomputed: dict[int, int] = {}
         self._in_unit: dict[PlaneRef, tuple[list[int], list[BoundParameter]]] = {}  # by rising offset, in bytes
-        in_units = [bound for bound in records.values() if not bound.tiles]
+        in_units = [bound for bound in self.records.values() if not bound.tiles]
         for bound in sorted(in_units, key=lambda bound: bound.offset):
             starts, owners = self._in_unit.setdefault(bound.ref, ([], []))
             starts.append(bound.offset * bound.shape_only.element_size())
@@ -86,10 +78,7 @@ class WeightAccess:
             return leased
 
     def _fetched(
-        self,
-        found: Sequence[BoundParameter],
-        touches: Sequence[Touch],
-        tell: Callable[[str, Sequence[Touch]], None],
+        self, found: Sequence[BoundParameter], touches: Sequence[Touch], tell: Callable[[str, Sequence[Touch]], None]
     ) -> dict[WeightKey, Tensor]:
         """The leases of parameters, by key, whose units are fetched where no open block holds them."""
         if self.open.keys() >= set(found):
@@ -105,7 +94,7 @@ class WeightAccess:
 
     def _count(self, found: Sequence[BoundParameter]) -> None:
         """Counts a use of these parameters: apart from the graph where autograd does not record it as one of the parameters themselves."""
-        counts, in_graph = self._counts, torch.is_grad_enabled()
+        counts, in_graph = self.counts, torch.is_grad_enabled()
         for bound in found:
             in_graph = in_graph and not bound.is_detached
         for bound in found:
@@ -141,7 +130,7 @@ class WeightAccess:
         if isinstance(result, Tensor):
             is_new = not hasattr(type(result), "managed_by")
             if is_new and result.layout is torch.strided and self.leases.locate(result) is not None:
-                result.__class__ = self._alias_class
+                result.__class__ = self.alias_class
         elif isinstance(result, list | tuple):
             for item in result:
                 self.dress(item)
@@ -149,8 +138,8 @@ class WeightAccess:
 
     def undress(self, tensor: Tensor) -> None:
         """Makes a view of a slot an ordinary tensor."""
-        if type(tensor) is self._alias_class:
-            tensor.__class__ = self._base
+        if type(tensor) is self.alias_class:
+            tensor.__class__ = self.base
 
     def keys_of(self, tensors: Iterable[Tensor]) -> list[Key]:
         """The units, copies and assembled tensors that these lie in, as far as they are leased."""
@@ -176,12 +165,12 @@ class WeightAccess:
     def unpack(self, key: WeightKey) -> Tensor:
         """The 1-D tensor over a unit or a copy, for a backward that needs what a use has saved."""
         with self.lock, Plain():
-            first = self._in_unit[key][1][0] if isinstance(key, PlaneRef) else self.records[key]
-            for bound in self._in_unit[key][1] if isinstance(key, PlaneRef) else (first,):
+            found = self._in_unit[key][1] if isinstance(key, PlaneRef) else [self.records[key]]
+            for bound in found:
                 if bound in self.open and bound.key == key:
                     return self.open[bound]
             self.close()  # the backward is elsewhere
-            units = []
+            first, units = found[0], list[Tensor]()
             for ref in first.refs:
                 self.owner.unpack(first.name, (Touch(ref),))
                 units.append(self.leases.take(ref))

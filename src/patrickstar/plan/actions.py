@@ -136,11 +136,7 @@ _UPDATE: Final = re.compile(rf"c(?P<chunk>\d+) step@(?P<tier>{_TIER})(?P<waits>\
 
 
 def parse_action(text: str) -> Action:
-    """The action that prints as `text`.
-
-    Raises:
-        ValueError: `text` is not the print of an action.
-    """
+    """The action that prints as `text`. ValueError: `text` is not the print of an action."""
     update = _UPDATE.fullmatch(text)
     if update:
         work = Work.update(int(update["chunk"]), Tier(update["tier"]))

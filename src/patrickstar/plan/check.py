@@ -109,16 +109,15 @@ def _use(histories: dict[PlaneRef, _History], moment: Moment, at: _At, pinned: s
             history.write(at, tier)
 
 
+@dataclass(slots=True)
 class _Updates:
     """The updates of chunks: each begins at its moment, and is waited for once."""
 
-    def __init__(self, histories: dict[PlaneRef, _History], compute: Tier, found: _Found) -> None:
-        self._histories = histories
-        self._compute = compute
-        self._found = found
-
-        self._under_way: dict[Work, Moment] = {}
-        self._begun: set[int] = set()
+    _histories: dict[PlaneRef, _History]
+    _compute: Tier
+    _found: _Found
+    _under_way: dict[Work, Moment] = field(default_factory=dict)
+    _begun: set[int] = field(default_factory=set)
 
     def act(self, at: _At, action: Issue | Wait, moment: Moment) -> None:
         update = action.work

@@ -109,7 +109,8 @@ class Pilot:
         state, found = self.state, tuple(touches)
         if state.compute is Tier.HOST:
             return found
-        below = {touch.ref for touch in found if state.tier_of(touch.ref) in (Tier.HOST, Tier.DISK)}
+        refs = {touch.ref for touch in found}
+        below = {ref for ref in refs if not (state.is_free(ref) or state.is_newest(ref, state.compute))}
         room = capacity_of(state, 0, host_bytes=self.host_bytes)[Tier.HOST]
         if sum(state.slots[ref] for ref in below if state.home[ref] is Tier.DISK) > room:
             return found

@@ -154,27 +154,19 @@ def _place_below(machine: Machine, new: Mapping[PlaneRef, int], *, state: Reside
     return with_staging(needed)
 
 
-def bytes_below(
-    *, home: Mapping[PlaneRef, Tier], slots: Mapping[PlaneRef, int], slot_bytes: int, compute: Tier
-) -> dict[Tier, int]:
-    """Bytes each tier below the compute tier must hold: homes, and on the host the slots for staging one unit."""
-    held = {tier: 0 for tier in Tier if tier is not compute}
-    staging = 0
-    for ref, tier in home.items():
-        if tier is not compute:
-            held[tier] += slots[ref] * slot_bytes
-            if tier is Tier.DISK and compute is Tier.DEVICE:
-                staging = max(staging, slots[ref] * slot_bytes)
-    if staging:
-        held[Tier.HOST] += staging
-    return held
-
-
 def refuse_unless_homes_fit(
     machine: Machine, *, home: Mapping[PlaneRef, Tier], slots: Mapping[PlaneRef, int], slot_bytes: int
 ) -> None:
-    """Raises BudgetError where the tiers below the compute tier cannot hold what rests there."""
-    for tier, nbytes in bytes_below(home=home, slots=slots, slot_bytes=slot_bytes, compute=machine.compute).items():
+    """Raises BudgetError where the tiers below the compute tier cannot hold what rests there, and the host the slots for staging one unit."""
+    held, staging = {tier: 0 for tier in Tier if tier is not machine.compute}, 0
+    for ref, tier in home.items():
+        if tier is not machine.compute:
+            held[tier] += slots[ref] * slot_bytes
+            if tier is Tier.DISK and machine.compute is Tier.DEVICE:
+                staging = max(staging, slots[ref] * slot_bytes)
+    if staging:
+        held[Tier.HOST] += staging
+    for tier, nbytes in held.items():
         budget_bytes = machine.budget.get(tier, 0)
         if nbytes > budget_bytes:
             raise refuse_homes(tier=tier, parts={"model states": nbytes}, budget_bytes=budget_bytes)

@@ -70,11 +70,7 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """The plan that prints as `text`.
-
-        Raises:
-            ValueError: `text` is not the print of a plan, or was cut short.
-        """
+        """The plan that prints as `text`. ValueError: `text` is not the print of a plan, or was cut short."""
         found = _PLAN.fullmatch(text.strip())
         if not found:
             raise ValueError(f"{text[:40]!r}... is not the print of a whole plan")

@@ -19,11 +19,7 @@ class Meter(Protocol):
 
 
 class TraceRecorder:
-    """Collects moments into a trace.
-
-    Args:
-        meter: of non-model bytes; a moment's are those until the next moment.
-    """
+    """Collects moments into a trace. `meter`: of non-model bytes; a moment's are those until the next moment."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter

@@ -214,10 +214,6 @@ class Residency:
         """Tells whether a tier holds a unit's last contents, arrived."""
         return tier in self.newest.get(ref, ())
 
-    def tier_of(self, ref: PlaneRef) -> Tier | None:
-        """The tier nearest to the one that computes, of those that hold a unit's last contents; None: it is free."""
-        return min(self.newest.get(ref, ()), key=_DEPTH.__getitem__, default=None)
-
     def is_dirty(self, ref: PlaneRef, tier: Tier) -> bool:
         """Tells whether a tier alone holds a unit's last contents, so that its copy must be written back before it goes."""
         return self.newest.get(ref) == _ALONE[tier]

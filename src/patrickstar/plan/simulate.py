@@ -35,11 +35,7 @@ class Simulation:
 
 
 def simulate(plan: Plan, trace: Trace) -> Simulation:
-    """Carries a plan out on paper.
-
-    Raises:
-        InvariantError: the plan is not legal; `check` says all that is wrong with it.
-    """
+    """Carries a plan out on paper. InvariantError: the plan is not legal; `check` says all that is wrong with it."""
     state = Residency.of(plan.start)
     compute, slot_bytes = state.compute, state.slot_bytes
     ledger = Ledger()

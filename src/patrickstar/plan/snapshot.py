@@ -126,11 +126,7 @@ class Snapshot:
 
     @classmethod
     def parse(cls, text: str) -> Snapshot:
-        """The snapshot that prints as `text`.
-
-        Raises:
-            ValueError: `text` is not the print of a snapshot.
-        """
+        """The snapshot that prints as `text`. ValueError: `text` is not the print of a snapshot."""
         head, *lines = text.splitlines()
         found = _HEAD.fullmatch(head)
         if not found:

@@ -57,11 +57,7 @@ def units_of(issue: Issue, units: Container[PlaneRef]) -> tuple[PlaneRef, ...]:
 
 
 def weight_of(chunk: int, units: Container[PlaneRef]) -> PlaneRef:
-    """The weight whose run a chunk is part of.
-
-    Raises:
-        LookupError: there is none.
-    """
+    """The weight whose run a chunk is part of. LookupError: there is none."""
     for head in range(chunk, -1, -1):
         if (ref := PlaneRef(head, WEIGHT)) in units:
             return ref

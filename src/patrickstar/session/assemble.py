@@ -121,15 +121,9 @@ def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, s
         source.finish()
     parts.events.session_name = repr(session)
     # The store lives as long as anything can use the session: the model, the optimizer, or the session itself.
-    session.unclosed = weakref.finalize(store, _warn_of_unclosed, repr(session))
+    unclosed = "%s was never closed: its states are gone. Use `with patrickstar.manage(...) as session:`, or call session.close()"
+    session.unclosed = weakref.finalize(store, _log.warning, unclosed, repr(session))
     _log.info(
         "%r: %d chunks of %d elements; %s", session, parts.layout.n_chunks, parts.layout.chunk_numel, setup.budgets
     )
     return session
-
-
-def _warn_of_unclosed(session: str) -> None:
-    _log.warning(
-        "%s was never closed: its states are gone. Use `with patrickstar.manage(...) as session:`, or call session.close()",
-        session,
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,17 +19,16 @@ from patrickstar.parameters.blocks import Blocks
 from patrickstar.parameters.escapes import EscapedMemory
 from patrickstar.parameters.registered import Registered
 from patrickstar.plan.pilot import Pilot
-from patrickstar.plan.planner import Planner
-from patrickstar.plan.touches import Touches
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.parts import Parts
 from patrickstar.session.start import Setup
 from patrickstar.step.assembling import Assembling
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.copies import Copies
-from patrickstar.step.events import Events, Neighbours
+from patrickstar.step.events import Events
 from patrickstar.step.executor import Executor
 from patrickstar.step.fitting_blocks import FittingBlocks
+from patrickstar.step.forwards import KnownForwards
 from patrickstar.step.gradients import Gradients
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.masters_by_hand import MastersByHand
@@ -71,8 +70,7 @@ def build_step(
     def in_a_group(name: str) -> bool:
         return any(named[name] is parameter for group in groups() for parameter in group["params"])
 
-    touches = setup.touches(in_a_group)
-    events = Events(registered=Registered(model), named=named, touches=touches, compute=precision.compute)
+    touches, passes = setup.touches(in_a_group), setup.passes or {}
     pilot = Pilot(
         store.state,
         budget_bytes=lambda: machine.budget[machine.compute] - binding.taken_bytes(),
@@ -83,6 +81,9 @@ def build_step(
     )
     room = room_of(pilot, store, budgets)
     executor = Executor(pilot, store, room)
+    events = Events(
+        registered=Registered(model), named=named, touches=touches, executor=executor, compute=precision.compute
+    )
     masters_by_hand = MastersByHand(executor, touches)
     binding = Binding(
         named,
@@ -110,32 +111,32 @@ def build_step(
         layout=layout,
         executor=executor,
         late_planes=late_planes,
-        passes=setup.passes or {},
+        passes=passes,
         kept_in=setup.kept_gradients,
         sizes=setup.sizes,
         budgets=budgets,
         why=setup.by_use,
     )
     planner, places = setup.planner(choice, room.planned), setup.places(model, binding.names)
+    fitting = FittingBlocks(
+        tracer=setup.tracer(in_a_group),
+        budgets=budgets,
+        places=places,
+        start=late_planes.with_room_for,
+        taken_bytes=binding.taken_bytes,
+    )
+    handed_out = EscapedMemory(binding.access, binding.changes, masters_by_hand.carry_if_changed)
+    in_backward = gradients is GradientUse.UPDATE
     stretches = Stretches(
         executor=executor,
         planner=planner,
         budgets=budgets,
-        fitting=FittingBlocks(
-            tracer=setup.tracer(in_a_group),
-            budgets=budgets,
-            places=places,
-            start=late_planes.with_room_for,
-            taken_bytes=binding.taken_bytes,
-        ),
+        known=KnownForwards(fitting, budgets, late_planes, room, binding.taken_bytes, whole),
         blocks=Blocks(model, binding),
-        taken_bytes=binding.taken_bytes,
-        late_planes=late_planes,
-        whole_chunks=gradients is GradientUse.UPDATE and not choice.apart,
         whole=whole,
-        may_weave=lambda: (
-            not events.to.escaped.watched and all(isinstance(key, PlaneRef) for key in store.leases.living())
-        ),
+        late_planes=late_planes,
+        whole_chunks=in_backward and not choice.apart,
+        may_weave=lambda: not handed_out.watched and all(isinstance(key, PlaneRef) for key in store.leases.living()),
     )
     weights = Weights(binding, layout, executor, late_planes)
     in_chunks = Gradients(
@@ -144,47 +145,31 @@ def build_step(
         store.units.dtype,
         late_planes,
         views=binding.assembled,
-        passes=setup.passes or {},
+        passes=passes,
         finds_overflow=precision.scales,
     )
-    training = None
+    training: Training | None = None
     if optimizer is not None:
-        training = _build_training(
-            setup,
-            planner=planner,
-            is_watched=lambda: bool(events.to.escaped.watched),
-            late_planes=late_planes,
-            whole=whole,
-            touches=touches,
-            hypers=hypers,
-            binding=binding,
-            layout=layout,
-            executor=executor,
-            stretches=stretches,
-            in_chunks=in_chunks,
-        )
-    in_backward = setup.gradients is GradientUse.UPDATE  # where those that were used are told from none
+        shared: dict[str, Any] = {"binding": binding, "layout": layout, "executor": executor, "stretches": stretches}
+        shared |= {"in_chunks": in_chunks}
+        updates = OptimizerStep(planner=planner, passes=passes, **shared)
+        shared |= {"updates": updates, "touches": touches, "hypers": hypers, "whole": whole}
+        if in_backward:
+            training = InBackwardTraining(handed_out=handed_out, **shared)
+        else:
+            training = DeferredTraining(max_grad_norm=memory.max_grad_norm, **shared)
+    # In a backward those that were used are told from none.
     binding.gradients.are_kept = lambda: in_backward or bool(in_chunks.names)
     steps = {} if training is None else training.steps
-    events.to = Neighbours(
-        executor=executor,
-        stretches=stretches,
-        training=training,
-        escaped=EscapedMemory(binding.access, binding.changes, masters_by_hand.carry_if_changed),
-        copies=Copies(binding, executor, precision, touches),
-        late_planes=late_planes,
-        assembling=Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=steps),
-        is_managed=binding.is_managed,
-        are_managed=binding.are_managed,
-        take_back=lambda: binding.whole.take_back() if binding.is_whole else None,
-        is_whole=lambda: not whole.why,
-        close_block=binding.access.close,
-        advice=lambda: (
-            ""
-            if setup.never_whole
-            else f"; or give a budget of {format_bytes(whole.needed_bytes)} or more, in which all model states fit: parameters are ordinary ones then"
-        ),
-        outside=next((named[name] for name in named if all(name not in place.names for place in places)), None),
+    events.binding, events.whole, events.late_planes, events.stretches = binding, whole, late_planes, stretches
+    events.training, events.handed_out = training, handed_out
+    events.copies = Copies(binding, executor, precision, touches)
+    events.assembling = Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=steps)
+    events.outside = next((named[name] for name in named if all(name not in place.names for place in places)), None)
+    events.advice = lambda: (
+        ""
+        if setup.never_whole
+        else f"; or give a budget of {format_bytes(whole.needed_bytes)} or more, in which all model states fit: parameters are ordinary ones then"
     )
     return Parts(
         model=model,
@@ -200,28 +185,6 @@ def build_step(
         whole=whole,
         host_budget_bytes=machine.budget[Tier.HOST] if budgets.host_binds else None,
         shortage=_shortage(executor, room, budgets),
-    )
-
-
-def _build_training(
-    setup: Setup,
-    *,
-    planner: Planner,
-    is_watched: Callable[[], bool],
-    late_planes: LatePlanes,
-    whole: Whole,
-    touches: Touches,
-    hypers: Callable[[], Mapping[str, Hyper]],
-    **parts: Any,
-) -> Training:
-    """Training in the mode in which gradients are used. `parts`: that training has in common with the optimizer's step."""
-    passes, memory = setup.passes or {}, setup.memory
-    parts["updates"] = OptimizerStep(planner=planner, passes=passes, **parts)
-    parts |= {"touches": touches, "hypers": hypers}
-    if setup.gradients is GradientUse.UPDATE:
-        return InBackwardTraining(is_watched=is_watched, whole=whole, **parts)
-    return DeferredTraining(
-        late_planes=late_planes, passes=passes, max_grad_norm=memory.max_grad_norm, whole=whole, **parts
     )
 
 

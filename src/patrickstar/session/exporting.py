@@ -16,11 +16,7 @@ from patrickstar.session.parts import Parts
 
 
 def export_model(parts: Parts, directory: Path, *, shard_bytes: int) -> None:
-    """Writes parameters in fp32, persistent buffers in the type they have, and the configuration.
-
-    Raises:
-        DeviceError: it cannot be written.
-    """
+    """Writes parameters in fp32, persistent buffers in the type they have, and the configuration. DeviceError: it cannot be written."""
     model, executor = parts.model, parts.executor
     tensors = tensors_of(model)
     kept = own_keys(model, tensors)

@@ -62,11 +62,7 @@ class Loading:
         return self._origins[name].read(self._files, self._naming)
 
     def prepare(self, named: Mapping[str, nn.Parameter], state: Residency, budgets: Budgets) -> None:
-        """Does what can be done before anything changes.
-
-        Raises:
-            CheckpointError: something cannot be read.
-        """
+        """Does what can be done before anything changes. CheckpointError: something cannot be read."""
         self.keep = _fit_twice(named, state, budgets)
         if not self.keep:
             self._rehearse()

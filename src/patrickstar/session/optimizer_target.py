@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from patrickstar.core.machine import Tier
-from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, STEP
 from patrickstar.errors import BudgetError
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.optim.state import State, pack, unpack
 from patrickstar.optim.user_optimizer import read_groups
-from patrickstar.parameters.assembled import STEP
 from patrickstar.session.parts import Parts
 from patrickstar.session.state_mapping import StateMapping
 from patrickstar.step.training import Training
@@ -39,9 +38,9 @@ class OptimizerTarget:
         events = self.parts.events
         events.forget_abandoned_backward()
         events.check_watch()
-        events.to.take_back()
+        self.parts.binding.whole.take_back()
         self._training().step()
-        if events.to.escaped.watched:  # what is written to that memory from now on comes after this update
+        if events.handed_out.watched:  # what is written to that memory from now on comes after this update
             self.parts.executor.settle()
 
     def zero_grad(self, set_to_none: bool) -> None:

@@ -56,7 +56,7 @@ class Parts:
         self.events.forget_abandoned_backward()
         self.executor.settle()
         self.events.check_watch()
-        self.events.to.take_back()
+        self.binding.whole.take_back()
         self.stretches.pause()
 
     def weight_pieces(self, name: str) -> Iterator[Tensor]:

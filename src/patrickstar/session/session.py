@@ -223,14 +223,9 @@ class Session:
         if self._closed:
             return
         self._parts.events.check_watch()
-        self._parts.events.to.take_back()
+        self._parts.binding.whole.take_back()
         if self._closing is None:
-            self._closing = Closing(
-                self._parts,
-                self._ties,
-                optimizer=self.optimizer,
-                keep_weights=keep_weights,
-            )
+            self._closing = Closing(self._parts, self._ties, optimizer=self.optimizer, keep_weights=keep_weights)
         elif not keep_weights:
             self._closing.give_up()
         with noticed_at("close()"):

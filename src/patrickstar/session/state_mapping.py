@@ -8,10 +8,10 @@ from typing import Any, Final, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, STEP
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey
-from patrickstar.parameters.assembled import STEP, title
+from patrickstar.parameters.assembled import title
 from patrickstar.session.parts import Parts
 from patrickstar.step.assembling import count_of
 

@@ -77,7 +77,7 @@ def gather_stats(parts: Parts) -> Stats:
     """The numbers as they are now. What a step that is called and not over will have made counts as model data, and what it lets go of does not."""
     store, counts, training = parts.executor.store, parts.stretches.counts, parts.training
     state, ledger, pending = store.state, store.ledger, parts.executor.pending
-    gradient_bytes = parts.binding.gradients.own_bytes()
+    gradient_bytes = sum(gradient.nbytes for _, gradient in parts.binding.gradients.owned())
     made, freed = pending.leaves() if pending is not None else (frozenset[PlaneRef](), frozenset[PlaneRef]())
     model_data: dict[str, int] = {}
     for ref in state.home:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from patrickstar.core.cuda_blocks import block_bytes
 from patrickstar.core.layout import Layout
-from patrickstar.core.planes import GRAD, PlaneRef
+from patrickstar.core.planes import GRAD, STEP, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import BudgetError, StateError
 from patrickstar.memory.leases import AssembledKey
-from patrickstar.parameters.assembled import STEP, title
+from patrickstar.parameters.assembled import title
 from patrickstar.parameters.binding import Binding
 from patrickstar.step.executor import Executor
 from patrickstar.step.gradients import Gradients
@@ -25,11 +25,7 @@ from patrickstar.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Assembling:
-    """Reads whole tensors out of chunks, and writes them back.
-
-    Attributes:
-        steps: updates so far, by parameter name.
-    """
+    """Reads whole tensors out of chunks, and writes them back. `steps`: updates so far, by parameter name."""
 
     binding: Binding
     layout: Layout
@@ -39,11 +35,7 @@ class Assembling:
     steps: dict[str, int]
 
     def make(self, key: AssembledKey) -> Tensor:
-        """The tensor for a key, put together: 1-D, in slot order.
-
-        Raises:
-            BudgetError: the tensor does not fit.
-        """
+        """The tensor for a key, put together: 1-D, in slot order. BudgetError: the tensor does not fit."""
         bound = self.binding.by_name[key.name]
         dtype = bound.shape_only.dtype if key.plane == GRAD else torch.float32
         numel = 1 if key.plane == STEP else bound.shape_only.numel()

@@ -25,9 +25,8 @@ _CPU = torch.device("cpu")
 HOST_SHARE = 0.8
 DEVICE_SHARE = 0.9
 _SMALL_TENSORS_BYTES = 4 * KIB  # of a step on a device: a loss that is kept, factors, counts, a grain for each
-_FLOOR_BYTES = (
-    240 * MIB
-)  # and what kernels keep for each thread: no smaller host_memory is never grown past, decision record 0022
+# And what kernels keep for each thread: no smaller host_memory is never grown past, decision record 0022.
+_FLOOR_BYTES = 240 * MIB
 _SPARE_SHARE = 16
 _THREAD_BYTES = 8 * MIB  # what the matrix kernels keep for each thread that computes: decision record 0002
 _EXPECTED_BYTES = 24 * MIB  # of `extra_bytes`, as a rule: the same record
@@ -132,11 +131,7 @@ def resolve_device(device: str | None) -> str:
 
 
 def find_resources(memory: MemoryOptions) -> Resources:
-    """Resources of this machine for a session with these arguments.
-
-    Raises:
-        DeviceError: as `resolve_device`.
-    """
+    """Resources of this machine for a session with these arguments. DeviceError: as `resolve_device`."""
     return Resources.of_this_machine(resolve_device(memory.device))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -16,55 +18,55 @@ from patrickstar.step.executor import Executor
 from patrickstar.step.precision import Precision
 
 
+@dataclass(eq=False)
 class Copies:
     """Makes copies, and carries what is changed in them back."""
 
-    def __init__(self, binding: Binding, executor: Executor, precision: Precision, touches: Touches) -> None:
-        self._binding = binding
-        self._layout = touches.layout
-        self._executor = executor
-        self._touches = touches
-        # Scratch for a value that has 16 bits and computes in fp32.
-        rounding = precision.rounding
-        self._rounding = rounding
-        self._scratch = None if rounding is None else Scratch(rounding)
+    binding: Binding
+    executor: Executor
+    precision: Precision
+    touches: Touches
+
+    def __post_init__(self) -> None:
+        # For a value that has 16 bits and computes in fp32.
+        self._scratch = None if self.precision.rounding is None else Scratch(self.precision.rounding)
         if self._scratch is not None:
             with self._scratch.taken(torch.device("cpu")):
                 pass  # on the host it is made now, when nobody counts what a step makes
 
     def make(self, name: str) -> Tensor:
         """A copy of a parameter or tile whose units are resident: 1-D, in slot order."""
-        bound = self._binding.records[name]
-        with self._executor.lock, self._executor.quiet():
-            copy = torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype, device=self._binding.device)
-            for part in self._layout.parts(name):
+        bound = self.binding.records[name]
+        with self.executor.lock, self.executor.quiet():
+            copy = torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype, device=self.binding.device)
+            for part in self.touches.layout.parts(name):
                 self._convert(self._kept(part), copy[_span(part)])
             return copy
 
     def renew(self, name: str, copy: Tensor) -> None:
         """Writes a parameter's value into a copy of it."""
-        state = self._executor.store.state
-        with self._executor.lock, self._executor.apart():
-            for part in self._layout.parts(name):
-                ref, _ = self._layout.weight_place(part)
+        state = self.executor.store.state
+        with self.executor.lock, self.executor.apart():
+            for part in self.touches.layout.parts(name):
+                ref, _ = self.touches.layout.weight_place(part)
                 if not state.is_newest(ref, state.compute):
-                    self._executor.moment(Phase.STEP, name, (Touch(ref),))
+                    self.executor.moment(Phase.STEP, name, (Touch(ref),))
                 self._convert(self._kept(part), copy[_span(part)])
-            self._binding.leases.copy_written(name, copy)
+            self.binding.leases.copy_written(name, copy)
 
     def changed(self, name: str) -> None:
         """A copy has been written in place: the master of a changed element is what was written, and the copy shows it rounded."""
-        copy = self._binding.access.lease(name)
-        with self._executor.lock, self._executor.apart():
-            for part, touches in self._touches.master(name):
+        copy = self.binding.access.lease(name)
+        with self.executor.lock, self.executor.apart():
+            for part, touches in self.touches.master(name):
                 try:
-                    self._executor.moment(self._executor.change_phase(), name, touches)
+                    self.executor.moment(self.executor.change_phase(), name, touches)
                 except Error:
-                    self._binding.leases.forget(name)  # the next use is given a copy of what is kept
+                    self.binding.leases.forget(name)  # the next use is given a copy of what is kept
                     raise
                 kept, rest = self._kept(part), PlaneRef(part.chunk, REST)
                 is_split = any(touch.ref == rest for touch in touches)
-                left = self._executor.store.tensor(rest)[part.start : part.stop] if is_split else None
+                left = self.executor.store.tensor(rest)[part.start : part.stop] if is_split else None
                 self._take_changes(copy[_span(part)], kept, left)
                 self._convert(kept, copy[_span(part)])
 
@@ -87,11 +89,11 @@ class Copies:
                 rest[block].copy_(torch.where(changed, left, rest[block]))
 
     def _kept(self, part: Part) -> Tensor:
-        ref, start = self._layout.weight_place(part)
-        return self._executor.store.tensor(ref)[start : start + part.stop - part.start]
+        ref, start = self.touches.layout.weight_place(part)
+        return self.executor.store.tensor(ref)[start : start + part.stop - part.start]
 
     def _convert(self, kept: Tensor, copy: Tensor) -> None:
-        if self._scratch is None or copy.dtype is self._rounding:
+        if self._scratch is None or copy.dtype is self.precision.rounding:
             copy.copy_(kept)
             return
         with self._scratch.taken(copy.device) as (whole,):

@@ -18,7 +18,9 @@ from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import StateError, some
 from patrickstar.hooks import frames, is_running_in
 from patrickstar.memory.leases import AssembledKey, CopyKey, WeightKey
+from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.escapes import EscapedMemory
+from patrickstar.parameters.owner import Owner
 from patrickstar.parameters.registered import Registered
 from patrickstar.parameters.transforms import expect_ordinary_call, is_ordinary_call
 from patrickstar.plan.touches import Touches
@@ -28,48 +30,41 @@ from patrickstar.step.executor import Executor
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.training import Training
+from patrickstar.step.whole import Whole
 from patrickstar.torch_private import backward_id, backward_makes_graph
 from patrickstar.tracing.cast_inputs import cast_inputs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Neighbours:
-    """Everything that events are passed on to."""
-
-    executor: Executor
-    stretches: Stretches
-    training: Training | None
-    escaped: EscapedMemory
-    copies: Copies
-    late_planes: LatePlanes
-    assembling: Assembling
-    is_managed: Callable[[Tensor], bool]
-    are_managed: Callable[[], bool]
-    take_back: Callable[[], None]
-    is_whole: Callable[[], bool]
-    close_block: Callable[[], None]
-    outside: nn.Parameter | None
-    advice: Callable[[], str]
-
-
 @dataclass(kw_only=True, eq=False)
-class Events:
+class Events(Owner):
     """The owner of the bytes of parameters, as far as the binding is concerned.
 
-    Made before the binding, which needs its owner, and given `to` afterwards: what needs the binding.
+    Made before the binding, which needs its owner, and given afterwards what needs the binding.
 
     Attributes:
-        registered: the model, and what it has. compute: the type that inputs are cast to. seconds: durations of the last forward and backward.
+        registered: the model, and what it has. compute: the type that inputs are cast to.
+        handed_out: memory that others may write to. outside: a parameter that no block owns, if there is one.
+        advice: gives what is added where a call is refused. seconds: durations of the last forward and backward.
     """
 
     registered: Registered
     named: Mapping[str, nn.Parameter]
     touches: Touches
+    executor: Executor
     compute: torch.dtype = torch.float32
 
-    to: Neighbours = field(init=False)
+    binding: Binding = field(init=False)
+    whole: Whole = field(init=False)
+    late_planes: LatePlanes = field(init=False)
+    stretches: Stretches = field(init=False)
+    training: Training | None = field(init=False)
+    handed_out: EscapedMemory = field(init=False)
+    copies: Copies = field(init=False)
+    assembling: Assembling = field(init=False)
+    outside: nn.Parameter | None = field(init=False)
+    advice: Callable[[], str] = field(init=False)
+
     seconds: dict[str, float] = field(default_factory=lambda: {"forward": 0.0, "backward": 0.0})
-    session_name: str = "a session"
     _process: int = field(default_factory=os.getpid)
     _depth: int = 0
     _caller: FrameType | None = None
@@ -81,86 +76,73 @@ class Events:
     # the binding's owner
 
     def use(self, label: str, touches: Sequence[Touch]) -> None:
-        """Makes the units resident, in a moment of the forward or, inside of a backward, of a recomputation."""
-        if self.to.escaped.watched:
-            self.to.escaped.check()
+        if self.handed_out.watched:
+            self.handed_out.check()
         if backward_id() == -1:
-            self.to.executor.moment(Phase.FORWARD, label, touches)
+            self.executor.moment(Phase.FORWARD, label, touches)
             return
         self._in_backward = True
-        if self.to.training is not None:
-            self.to.training.notice_recomputation()
-        self.to.executor.moment(Phase.RECOMPUTE, label, touches)
+        if self.training is not None:
+            self.training.notice_recomputation()
+        self.executor.moment(Phase.RECOMPUTE, label, touches)
 
     def carry_out_pending(self) -> None:
-        """Carries out what is pending for whoever holds views of parameters, and is about to use them."""
-        self.to.executor.update_held()
+        self.executor.update_held()
 
     def unpack(self, label: str, touches: Sequence[Touch]) -> None:
-        """Makes units resident, in a moment of the backward."""
         self.check_watch()
         self._in_backward = True
         if backward_makes_graph():
-            self.to.executor.pilot.stretch.differentiates()
-        self.to.executor.moment(Phase.BACKWARD, label, touches)
+            self.executor.pilot.stretch.differentiates()
+        self.executor.moment(Phase.BACKWARD, label, touches)
 
     def make_copy(self, key: CopyKey) -> Tensor:
-        """A parameter's value in the type that computes, or a gradient or state of the optimizer put together: 1-D."""
-        return self.to.assembling.make(key) if isinstance(key, AssembledKey) else self.to.copies.make(key)
+        return self.assembling.make(key) if isinstance(key, AssembledKey) else self.copies.make(key)
 
     def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
-        """Writes what has changed in chunks into a copy, or a tensor put together, that is still held."""
         if isinstance(key, AssembledKey):
-            self.to.assembling.renew(key, copy)
+            self.assembling.renew(key, copy)
         else:
-            self.to.copies.renew(key, copy)
+            self.copies.renew(key, copy)
 
     def changed(self, key: WeightKey) -> None:
-        """Takes a change in place: of a unit, which counts as written, as a moment of its own in a stretch; of a copy, into its master."""
         if not isinstance(key, PlaneRef):
-            self.to.copies.changed(key)
+            self.copies.changed(key)
             return
-        self.to.executor.wrote(key)
-        phase = self.to.executor.change_phase()
+        self.executor.wrote(key)
+        phase = self.executor.change_phase()
         if phase is not Phase.STEP:
             # A moment of its own: a plan that has it keeps what was written; where the trace has none, the plan ends here.
             label = self.touches.layout.run_of(key.chunk).tensors[0]
-            self.to.executor.moment(phase, label, (Touch(key, True),))
+            self.executor.moment(phase, label, (Touch(key, True),))
 
     def escaped(self, key: WeightKey) -> None:
-        """Watches a unit, or a copy, whose memory has been handed out."""
-        self.to.escaped.add(key)
+        self.handed_out.add(key)
 
     def settle(self) -> None:
-        """Carries out what is pending; between stretches, a stretch that is over ends."""
         if backward_id() == -1 and not self._depth:  # between stretches: one that is over is
             self.forget_abandoned_backward()
-            self.to.stretches.pause()
+            self.stretches.pause()
         self.check_watch()
-        self.to.executor.settle()
+        self.executor.settle()
 
     def expect_room(self, key: AssembledKey) -> None:
-        """Raises BudgetError where there is no room to put a gradient or state of the optimizer together, alone."""
-        self.to.assembling.expect_room(key)
+        self.assembling.expect_room(key)
 
     def assembled_changed(self, key: AssembledKey, *, wholly: bool) -> None:
-        """Writes a tensor that was put together, and has been changed in place, back into its chunks."""
-        self.to.assembling.changed(key, wholly=wholly)
+        self.assembling.changed(key, wholly=wholly)
 
     def updated(self) -> None:
-        """Takes what the library has written to weights for what should be in memory that was handed out."""
-        if self.to.escaped.watched:
-            self.to.escaped.renew()
+        if self.handed_out.watched:
+            self.handed_out.renew()
 
     def thawed(self, name: str) -> None:
-        """Makes room for training a parameter that was frozen. BudgetError where there is none."""
-        if self.to.training is not None:
-            self.to.late_planes.thaw(name)
+        if self.training is not None:
+            self.late_planes.thaw(name)
 
     def gradient(self, name: str, gradient: Tensor) -> None:
-        """Hands a gradient that has arrived on to training. StateError where it is sparse."""
-        if self.to.escaped.watched:
-            self.to.escaped.check()
+        if self.handed_out.watched:
+            self.handed_out.check()
         if gradient.layout is not torch.strided:
             raise StateError(
                 f"{name} has a gradient of layout {gradient.layout}: sparse gradients cannot be managed; use sparse=False"
@@ -168,29 +150,26 @@ class Events:
         now = time.perf_counter()
         if not self._backward_began_s:
             self._backward_began_s = now
-        assert self.to.training is not None
-        self.to.training.gradient(name, gradient)
+        assert self.training is not None
+        self.training.gradient(name, gradient)
         self.seconds["backward"] = time.perf_counter() - self._backward_began_s
 
     def has_gradient(self, name: str) -> bool:
-        """Tells whether a parameter has a gradient in its plane."""
-        return self.to.training is not None and self.to.training.has_gradient(name)
+        return self.training is not None and self.training.has_gradient(name)
 
     def is_spent(self, name: str) -> bool:
-        """Tells whether the gradient of a parameter has been used as it came, and nobody has zeroed it since."""
-        return self.to.training is not None and self.to.training.is_spent(name)
+        return self.training is not None and self.training.is_spent(name)
 
     def drop_gradient(self, name: str) -> None:
-        """Drops a parameter's gradient."""
-        if self.to.training is not None:
-            self.to.training.drop_gradient(name)
+        if self.training is not None:
+            self.training.drop_gradient(name)
 
     # memory that was handed out
 
     def check_watch(self) -> None:
         """Carries what was written unseen to where it belongs."""
-        if self.to.escaped.watched:
-            self.to.escaped.check()
+        if self.handed_out.watched:
+            self.handed_out.check()
 
     # the root module's calls
 
@@ -202,31 +181,30 @@ class Events:
         Raises:
             StateError: it would be compiled, traced or transformed. BudgetError: it does not fit. Nothing has changed then.
         """
-        if self.to.is_whole():
+        if not self.whole.why:
             if not is_ordinary_call() or is_running_in("torch.nn.utils.stateless") or os.getpid() != self._process:
                 return args, kwargs  # nobody has to see it: the parameters are ordinary, or others, or a forked child's
         else:
             try:
-                expect_ordinary_call(module, args, kwargs, self.to.outside)
+                expect_ordinary_call(module, args, kwargs, self.outside)
             except StateError as refused:
-                raise StateError(f"{refused}{self.to.advice()}") from None
-        if self._depth and not any(
-            frame is self._caller for frame in frames()
-        ):  # an interruption, after which torch calls no hook
+                raise StateError(f"{refused}{self.advice()}") from None
+        # After an interruption torch calls no hook.
+        if self._depth and not any(frame is self._caller for frame in frames()):
             self._depth = 0
-            self.to.stretches.abandon()
+            self.stretches.abandon()
         if self._depth:
             self._depth += 1
             return args, kwargs
-        if not self.registered.are_there() or not self.to.are_managed():
-            expect_own_parameters(self.registered.model, self.named, self.to.is_managed)
+        if not self.registered.are_there() or not self.binding.are_managed():
+            expect_own_parameters(self.registered.model, self.named, self.binding.is_managed)
             self.registered = Registered(self.registered.model)  # modules without parameters have come, or gone
-        if self.to.training is not None:
-            self.to.training.begin_forward()
+        if self.training is not None:
+            self.training.begin_forward()
         self.check_watch()
-        self.to.take_back()
-        with self.to.executor.lock:
-            self.to.stretches.begin_forward(self.registered, self.named, args, kwargs)
+        self.binding.whole.take_back()
+        with self.executor.lock:
+            self.stretches.begin_forward(self.registered, self.named, args, kwargs)
         self.touches.begin_forward()
         self._depth, self._caller = 1, sys._getframe(1)
         self._in_backward = False
@@ -243,21 +221,20 @@ class Events:
         if self._depth:
             return
         self._caller = None
-        if (
-            sys.exc_info()[1] is not self._handled
-        ):  # hooks that are always called are called while the exception is on its way
-            self.to.stretches.abandon()
+        # Hooks that are always called are called while the exception is on its way.
+        if sys.exc_info()[1] is not self._handled:
+            self.stretches.abandon()
         self.seconds["forward"] = time.perf_counter() - self._began_s
         self._backward_began_s = time.perf_counter()
         if not torch.is_grad_enabled():
-            self.to.stretches.end()
+            self.stretches.end()
 
     def forget_abandoned_backward(self) -> None:
         """Takes a backward that has begun for over, by its end or by an exception: state is read or written by nobody inside of one."""
         if self._in_backward and backward_id() == -1:
             self._in_backward = False
-            self.to.close_block()
-            self.to.stretches.abandon()
+            self.binding.access.close()
+            self.stretches.abandon()
 
 
 def expect_own_parameters(

@@ -84,9 +84,8 @@ class Executor:
         with self.lock:
             state = self.store.state
             is_there = goes_on and touches == self._last and touches[0].ref not in state.under_way
-            if not is_there or state.newest.get(touches[0].ref) != {
-                self._compute
-            }:  # it has left, or was let go of, meanwhile
+            # It may have left, or been let go of, meanwhile.
+            if not is_there or state.newest.get(touches[0].ref) != {self._compute}:
                 self.moment(phase, label, touches)
             elif self.store.works.is_queued:
                 self.store.works.compute(touches)

@@ -22,11 +22,13 @@ from patrickstar.step.fitting_blocks import FittingBlocks
 from patrickstar.step.known_forwards import KnownForward, like_a_larger_one
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.room import Room
+from patrickstar.step.whole import Whole
 from patrickstar.tracing.offline import CannotTrace
 from patrickstar.tracing.signature import Signature, can_be_traced, signature
 from patrickstar.units import format_bytes
 
 _KEPT_KINDS = 64
+_UNKNOWN_SHARE = 4
 _UNTRACEABLE = "the forward cannot be traced: {}"
 _log = logging.getLogger("patrickstar")
 
@@ -37,8 +39,8 @@ class KnownForwards:
 
     Attributes:
         fitting: makes the forecast of a new kind. late_planes: has room for gradients that must wait. room: whose level rises with what a kind takes.
-        is_whole: tells whether parameters keep their bytes.
-        reserve_bytes: gives what is left to a forward of which nothing is known. taken_bytes: what of the compute tier's budget the user has taken.
+        taken_bytes: what of the compute tier's budget the user has taken (gradients assigned as `p.grad`, views of those in chunks).
+        whole: the parameters as long as they keep their bytes.
     """
 
     fitting: FittingBlocks
@@ -46,8 +48,7 @@ class KnownForwards:
     late_planes: LatePlanes
     room: Room
     taken_bytes: Callable[[], int]
-    is_whole: Callable[[], bool]
-    reserve_bytes: Callable[[], int]
+    whole: Whole
     kinds: OrderedDict[Signature, KnownForward] = field(default_factory=OrderedDict, init=False)
 
     def expect(
@@ -82,8 +83,7 @@ class KnownForwards:
     def _foresee(self, known: KnownForward, model: nn.Module, named: Mapping[str, nn.Parameter], *inputs: Any) -> None:
         """Makes the forecast of a kind that is new."""
         try:
-            in_blocks = not self.is_whole()
-            foreseen, known.blocks = self.fitting.foresee(model, named, *inputs, in_blocks=in_blocks)
+            foreseen, known.blocks = self.fitting.foresee(model, named, *inputs, in_blocks=bool(self.whole.why))
         except CannotTrace as problem:
             known.reason, known.blocks = _UNTRACEABLE.format(problem), self._unseen()
             _log.info("no trace for this forward (%s): it runs unplanned once and is measured", problem)
@@ -95,7 +95,13 @@ class KnownForwards:
         expect_room(need, self.budgets.machine_for(need.nbytes, taken_bytes=self.taken_bytes()))
 
     def _unseen(self) -> tuple[str, ...]:
-        return () if self.is_whole() else self.fitting.unseen(self.reserve_bytes())
+        return self.fitting.unseen(self.reserve_bytes()) if self.whole.why else ()
+
+    def reserve_bytes(self) -> int:
+        """Bytes that are left to a forward of which nothing is known: what any has taken, or a share of the budget where none is known."""
+        is_unknown = self.room.level_bytes <= self.budgets.passes.update
+        unknown = (self.budgets.room_bytes() - self.taken_bytes()) // _UNKNOWN_SHARE if is_unknown else 0
+        return max(self.room.level_bytes, unknown)
 
     def _reserve(self, known: KnownForward) -> None:
         """Makes room for the gradients that a backward of this forward keeps. See Note [Homes of gradients]."""

@@ -24,7 +24,7 @@ from patrickstar.plan.planner import Planner
 from patrickstar.plan.touches import update_parts
 from patrickstar.step.executor import Executor
 from patrickstar.step.gradients import Gradients, in_plane
-from patrickstar.step.pending_step import PendingStep
+from patrickstar.step.pending_step import Doer, PendingStep
 from patrickstar.step.precision import torch_type
 from patrickstar.step.stretches import Stretches
 from patrickstar.torch_private import one_thread_here
@@ -68,7 +68,7 @@ class _Planes:
 
 
 @dataclass(kw_only=True, eq=False)
-class OptimizerStep:
+class OptimizerStep(Doer):
     """Updates weights and moments where they lie, when the executor says that it is time.
 
     Attributes:
@@ -105,12 +105,6 @@ class OptimizerStep:
             {name: self.in_chunks.factors[name] for name in names if name in self.in_chunks.factors},
         )
 
-    def own_gradients(self) -> dict[str, Tensor]:
-        """The gradients that are the user's own: by name, 1-D in slot order."""
-        with self.executor.apart():
-            by_name = self.binding.by_name
-            return {name: by_name[name].flat(own) for name, own in self.binding.gradients.owned()}
-
     def do_now(self, order: PendingStep) -> None:
         """Carries out an order at once: gradients of the user's own may be changed at any time."""
         with in_plane(self.binding, self.in_chunks, order.hypers):
@@ -118,7 +112,6 @@ class OptimizerStep:
             self.executor.settle()
 
     def carry_out(self, order: PendingStep) -> None:
-        """Carries out what is left of an order, in a stretch of its own."""
         self.stretches.begin_update(order)
         for moment in tuple(order.waiting.values()):
             self.executor.update(moment)
@@ -127,7 +120,6 @@ class OptimizerStep:
                 self.executor.release(gradient)
 
     def over(self, order: PendingStep) -> None:
-        """Notes that an order is carried out, or has failed."""
         self.is_half_done |= order.failed is not None
         self.seconds = order.seconds
         if not order.is_woven:
@@ -144,7 +136,8 @@ class OptimizerStep:
         touches = order.waiting[chunk].touches
         with self.executor.quiet():  # an evaluation may be what has this done, in inference mode
             units = {touch.ref: self.executor.store.operand(touch.ref, tier) for touch in touches}
-            planes, pieces = self._planes(chunk, units), self._pieces(chunk, order, units)
+            planes, grad = self._planes(chunk, units), units[PlaneRef(chunk, GRAD)]
+            pieces = [(piece, grad[piece.start : piece.stop]) for piece in self._ranges(chunk, order)]
         is_fp32 = planes.rest is None and all(gradient.dtype is torch.float32 for _, gradient in pieces)
         in_blocks = not is_fp32 or any(piece.factors for piece, _ in pieces)
         # Block by block, a team of threads would be woken ten times a block on cores that another team keeps: decision 0043.
@@ -166,11 +159,6 @@ class OptimizerStep:
                 order.end(chunk, time.perf_counter() - began)
 
         return update
-
-    def _pieces(self, chunk: int, order: PendingStep, units: Mapping[PlaneRef, Tensor]) -> list[tuple[_Range, Tensor]]:
-        """The ranges of a chunk that are updated, each with its gradient."""
-        grad = units[PlaneRef(chunk, GRAD)]
-        return [(piece, grad[piece.start : piece.stop]) for piece in self._ranges(chunk, order)]
 
     def update_now(
         self,

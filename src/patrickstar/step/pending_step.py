@@ -28,9 +28,6 @@ from patrickstar.memory.lanes import Task
 from patrickstar.optim.hyper import Hyper
 from patrickstar.plan.weave import needs_before
 
-Factors = Mapping[str, tuple[Tensor, ...]]
-"""Factors that gradients are multiplied with first, in order (0-dim fp32), by name."""
-
 
 class Doer(Protocol):
     """Does pending steps: `OptimizerStep`."""
@@ -54,7 +51,7 @@ class PendingStep:
         hypers: the hyper-parameters of each parameter that is updated, by name.
         steps: the number of this update for each of them, from 1.
         trace: a moment for each chunk that is updated.
-        factors: what their gradients are multiplied with first.
+        factors: what their gradients are multiplied with first, in order (0-dim fp32), by name.
         frees: gradients in chunks that nobody wants once they have been used.
         arrivals: by chunk that takes gradients, how many moments are still to bring a part of them.
         waiting: by chunk, the moments of the updates that have not begun. under_way: chunks whose update has begun and not ended.
@@ -65,7 +62,7 @@ class PendingStep:
     hypers: dict[str, Hyper]
     steps: dict[str, int]
     trace: Trace
-    factors: Factors = field(default_factory=dict)
+    factors: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
     frees: set[PlaneRef] = field(default_factory=set)
     arrivals: dict[int, int] = field(default_factory=dict)
 
@@ -117,10 +114,6 @@ class PendingStep:
         return pieces if came is None else [piece for piece in pieces if piece.start in came]
 
     # updates
-
-    def work(self, chunk: int, tier: Tier) -> Task:
-        """The work of a chunk's update on a tier, which begins now."""
-        return self.doer.work(self, chunk, tier)
 
     def due(self, touches: Iterable[Touch]) -> list[Moment]:
         """The updates that must be done before somebody touches these units."""

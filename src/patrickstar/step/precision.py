@@ -87,11 +87,7 @@ def torch_type(form: PlaneFormat) -> torch.dtype:
 
 
 def model_precision(model: nn.Module) -> str:
-    """The precision of the type that most elements of a model's parameters have.
-
-    Raises:
-        ConfigError: there is no precision of that type.
-    """
+    """The precision of the type that most elements of a model's parameters have. ConfigError: there is no precision of that type."""
     numels: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
         numels[parameter.dtype] = numels.get(parameter.dtype, 0) + parameter.numel()

@@ -56,7 +56,7 @@ class Resources:
         known = allocator(returning=True)
         return cls(
             device=device,
-            fast_types=_fast_types_of_gpu(device) if on_gpu else _fast_types_of_processor(),
+            fast_types=_fast_types(device, on_gpu=on_gpu),
             host_free_bytes=available_bytes(),
             host_total_bytes=total_bytes(),
             device_free_bytes=free,
@@ -86,11 +86,10 @@ def uncounted_settings(environment: Mapping[str, str]) -> list[str]:
     return [setting for setting in _COARSE_SETTINGS if setting in given]
 
 
-def _fast_types_of_processor() -> frozenset[str]:
-    return frozenset(name for name, is_fast in {"bf16": computes_bf16(), "fp16": computes_fp16()}.items() if is_fast)
-
-
-def _fast_types_of_gpu(device: str) -> frozenset[str]:
-    capability = torch.cuda.get_device_capability(torch.device(device))
-    since = {"bf16": _FAST_BF16_FROM, "fp16": _FAST_FP16_FROM}
-    return frozenset(name for name, first in since.items() if capability >= first)
+def _fast_types(device: str, *, on_gpu: bool) -> frozenset[str]:
+    if on_gpu:
+        capability = torch.cuda.get_device_capability(torch.device(device))
+        fast = {"bf16": capability >= _FAST_BF16_FROM, "fp16": capability >= _FAST_FP16_FROM}
+    else:
+        fast = {"bf16": computes_bf16(), "fp16": computes_fp16()}
+    return frozenset(name for name, is_fast in fast.items() if is_fast)

@@ -152,7 +152,8 @@ class Room:
         """Has actions done, updates as the step has them that is pending. What comes after one that fails begins elsewhere than in the plan."""
         try:
             with Plain() if self.meter is None else self.uncounted():
-                self._store.carry_out(actions, during=during, update_work=None if pending is None else pending.work)
+                work = None if pending is None else partial(pending.doer.work, pending)
+                self._store.carry_out(actions, during=during, update_work=work)
         except BaseException:
             self._pilot.stretch.depart(f"a transfer at {during} was not done")
             raise

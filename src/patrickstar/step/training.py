@@ -24,6 +24,7 @@ from patrickstar.step.executor import Executor
 from patrickstar.step.gradients import Gradients
 from patrickstar.step.optimizer_step import OptimizerStep
 from patrickstar.step.stretches import Stretches
+from patrickstar.step.whole import Whole
 from patrickstar.torch_private import Plain, at_end_of_backward, backward_id, inside_backward_node
 
 _log = logging.getLogger("patrickstar")
@@ -36,7 +37,7 @@ class Training(ABC):
     Attributes:
         in_chunks: the gradients in the plane. updates: the optimizer's step, which does updates.
         hypers: the hyper-parameters of every parameter in a group, by name, as the groups stand now.
-        in_backward: whether parameters are updated as gradients arrive.
+        whole: updates parameters as long as they keep their bytes. in_backward: whether parameters are updated as gradients arrive.
     """
 
     in_backward: ClassVar[bool]
@@ -49,6 +50,7 @@ class Training(ABC):
     updates: OptimizerStep
     touches: Touches
     hypers: Callable[[], Mapping[str, Hyper]]
+    whole: Whole
 
     _sums: BackwardSums | None = None  # of this backward, where gradients come in parts of another type
     _bringing: int | None = None  # the backward under way that has brought gradients; None: there is none

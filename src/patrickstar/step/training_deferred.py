@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,31 +13,20 @@ from patrickstar.core.trace import Phase, Trace
 from patrickstar.memory.device_failure import noticed_at
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import Norm, clip_factor, norm_of
-from patrickstar.optim.passes import Passes
 from patrickstar.plan.touches import gradient_parts
 from patrickstar.step.gradients import in_plane
-from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.overflow import OverflowFlag, names_of, read
-from patrickstar.step.pending_step import Factors
 from patrickstar.step.training import Training
-from patrickstar.step.whole import Whole
 from patrickstar.torch_private import backward_id
 
 
 @dataclass(kw_only=True, eq=False)
 class DeferredTraining(Training):
-    """Training with gradients that are kept until `step()`. See Note [Pending step].
-
-    Attributes:
-        passes: by type of device. max_grad_norm: clipping at every step, or None. whole: takes the step where parameters keep their bytes.
-    """
+    """Training with gradients that are kept until `step()`. See Note [Pending step]. `max_grad_norm`: clipping at every step, or None."""
 
     in_backward = False
 
-    late_planes: LatePlanes
-    passes: Mapping[str, Passes]
     max_grad_norm: float | None
-    whole: Whole
 
     _norm: Tensor | None = None  # of the gradients as they are, taken before `step`
 
@@ -52,7 +41,6 @@ class DeferredTraining(Training):
             self._keep(self.binding.records[name], gradient)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, gradient in fp32) of every parameter that has one, in registration order, one at a time."""
         self.executor.settle()
         for name, bound in self.binding.by_name.items():
             own = self.binding.gradients.own_of(name)
@@ -64,7 +52,6 @@ class DeferredTraining(Training):
     # clipping
 
     def clip(self, max_norm: float) -> Tensor:
-        """The global norm of all gradients, which count from now on as multiplied with the factor that clips this norm."""
         self.executor.settle()
         norm, self._norm = self._norm, None
         if norm is None:
@@ -73,56 +60,47 @@ class DeferredTraining(Training):
         return norm
 
     def _take_norm(self, flags: Sequence[OverflowFlag]) -> Tensor:
-        """The global norm of all gradients. `flags`: are read with it."""
-        norm: Tensor
+        """The global norm of all gradients: 0-dim, fp32. `flags`: are read with it, so that the host waits for a device once."""
         if self.binding.gradients.stay:
-            norm = self._norm_of(self.updates.own_gradients(), flags)
-        else:
-            with in_plane(self.binding, self.in_chunks, self.binding.by_name):
-                names = self.in_chunks.names
-                trace = self.stretches.begin_norm(self.updates.planner.norm_trace(names))
-                with noticed_at("the norm of the gradients, which the step waits for"):
-                    norm = self._norm_in_chunks(names, self.in_chunks.factors, trace, flags)
-                self.stretches.end()
+            return self._norm_of_own(flags)
+        with in_plane(self.binding, self.in_chunks, self.binding.by_name):
+            trace = self.stretches.begin_norm(self.updates.planner.norm_trace(self.in_chunks.names))
+            with noticed_at("the norm of the gradients, which the step waits for"):
+                norm = self._norm_in_chunks(trace, flags)
+            self.stretches.end()
         return norm
 
-    def _norm_in_chunks(
-        self, names: Iterable[str], factors: Factors, trace: Trace, flags: Sequence[OverflowFlag]
-    ) -> Tensor:
-        """The global norm of these parameters' gradients, each multiplied with its factors first: 0-dim, fp32.
-
-        `trace`: the moments that read them, which say on which tier. `flags`: are read with it, so that the host waits for a device once.
-        """
-        wanted = set(names)
+    def _norm_in_chunks(self, trace: Trace, flags: Sequence[OverflowFlag]) -> Tensor:
+        """The norm of what is in chunks, multiplied with its factors first. `trace`: the moments that read it, which say on which tier."""
         by_unit = {touch.ref: (touch,) for moment in trace.moments for touch in moment.touches}
         norm: Norm | None = None
         with self.executor.apart():
             for name in self.layout.slices:
-                if name in wanted:
+                if name in self.in_chunks.names:
                     for part, touches in gradient_parts(self.layout, name, writes=False):
                         here = by_unit.get(touches[0].ref, touches)
                         (unit,) = self.executor.use(Phase.STEP, name, here)
                         norm = norm or self._begin_norm()  # not before there is room for its scratch
-                        norm.add(unit[part.start : part.stop], factors.get(name, ()))
+                        norm.add(unit[part.start : part.stop], self.in_chunks.factors.get(name, ()))
                     if norm is not None:
                         norm.end_tensor()
             return norm_of(read(flags, (norm or self._begin_norm()).numbers()))
 
-    def _norm_of(self, gradients: Mapping[str, Tensor], flags: Sequence[OverflowFlag]) -> Tensor:
-        """The global norm of gradients that are tensors of their own: by name, 1-D in slot order. `flags`: are read with it."""
-        norm = self._begin_norm()
+    def _norm_of_own(self, flags: Sequence[OverflowFlag]) -> Tensor:
+        """The norm of gradients that are tensors of their own."""
+        norm, own = self._begin_norm(), dict(self.binding.gradients.owned())
         with self.executor.apart():
             for name in self.layout.slices:
-                if name in gradients:
-                    norm.add(gradients[name])
+                if name in own:
+                    norm.add(self.binding.by_name[name].flat(own[name]))
                     norm.end_tensor()
             return norm_of(read(flags, norm.numbers()))
 
     def _begin_norm(self) -> Norm:
         device = self.binding.device
         if device is None:
-            return self.passes["cpu"].norm(None)
-        return self.passes[device.type].norm(device, largest=self.layout.largest_numel)
+            return self.updates.passes["cpu"].norm(None)
+        return self.updates.passes[device.type].norm(device, largest=self.layout.largest_numel)
 
     def multiply(self, factor: Tensor) -> None:
         """Multiplies every gradient there is with a factor (0-dim fp32)."""
@@ -170,7 +148,7 @@ class DeferredTraining(Training):
         names = [
             name for name in self.binding.by_name if name in hypers and (name in self.in_chunks.names or name in own)
         ]
-        self.late_planes.thaw(*names)
+        self.in_chunks.late_planes.thaw(*names)
         # From this call on the values count as changed, whenever the work is done: autograd must not take what it saved for current.
         self.binding.changes.outdate(names)
         self.stretches.step_ended()

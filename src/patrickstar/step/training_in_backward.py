@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,10 +15,10 @@ from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.errors import StateError, some
 from patrickstar.optim.hyper import Hyper
 from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.escapes import EscapedMemory
 from patrickstar.plan.stretch import Stretch
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.training import Training
-from patrickstar.step.whole import Whole
 from patrickstar.torch_private import backward_id
 
 _SECOND_BACKWARD = (
@@ -37,14 +37,12 @@ class InBackwardTraining(Training):
 
     Where the plan has a chunk updated whole, gradients are gathered in it, and the last one of it begins its update. See Note [Pending step].
 
-    Attributes:
-        is_watched: tells whether somebody may write to weights unseen. whole: updates parameters as long as they keep their bytes.
+    `handed_out`: memory of weights that somebody may write to unseen.
     """
 
     in_backward = True
 
-    is_watched: Callable[[], bool]
-    whole: Whole
+    handed_out: EscapedMemory
 
     _backward_hypers: Mapping[str, Hyper] = field(default_factory=dict)
     _updated: set[str] = field(default_factory=set)
@@ -174,7 +172,7 @@ class InBackwardTraining(Training):
         order = self._order
         if not order.takes(part):
             return False
-        if self.is_watched() or self.binding.changes.is_shown(bound.name):
+        if self.handed_out.watched or self.binding.changes.is_shown(bound.name):
             # Somebody would see values of before the update until that is over.
             self._end_gathering(f"{bound.name} is still in use in the backward")
             return False
@@ -200,11 +198,9 @@ class InBackwardTraining(Training):
     # gradients read and let go
 
     def is_spent(self, name: str) -> bool:
-        """Tells whether the gradient of a parameter has been used as it came, and nobody has zeroed it since."""
         return name in self._spent or (name in self._updated and not self.has_gradient(name))
 
     def drop_gradient(self, name: str) -> None:
-        """Drops a gradient in the plane: the user has set `p.grad` to None, or to a tensor."""
         self._spent.discard(name)
         super().drop_gradient(name)
 
@@ -245,7 +241,6 @@ class InBackwardTraining(Training):
         self.stretches.step_ended()
 
     def expect_whole(self) -> None:
-        """Raises StateError where an exception has left an update of the parameters half done."""
         if backward_id() == -1 and not self.whole.why:
             if self._is_nested:
                 self._end()  # of the backward around the last one: nobody has told of it
@@ -260,7 +255,6 @@ class InBackwardTraining(Training):
         return f'an exception ended a backward with step="in_backward" after {len(names)} parameters had been updated ({shown})'
 
     def forget_unfinished(self) -> None:
-        """Forgets an update that was left half done: everything has been loaded anew."""
         super().forget_unfinished()
         self._unfinished = False
         self._order.arrivals.clear()

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from patrickstar.core.layout import Layout, Part
-from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, REST, PlaneRef
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, REST, STEP, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.deferred.recording import DeferredRecorder
 from patrickstar.errors import ConfigError
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.optim.masters import blocks, join, rest_type, split
-from patrickstar.parameters.assembled import STEP
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.touches import master_touches
@@ -102,11 +101,7 @@ class Weights:
         return weight, found[rest][part.start : part.stop] if is_split else None
 
     def write(self, name: str, value: Tensor) -> None:
-        """Sets a parameter's value, rounded to fp32. Counts as a change in place.
-
-        Raises:
-            ConfigError: no such parameter, or another shape.
-        """
+        """Sets a parameter's value, rounded to fp32. Counts as a change in place. ConfigError: no such parameter, or another shape."""
         bound = self.binding.by_name.get(name)
         if bound is None:
             raise ConfigError(f"there is no parameter {name!r}")

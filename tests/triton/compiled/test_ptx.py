@@ -28,6 +28,7 @@ from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.masters import rest_type
 from patrickstar.optim.triton_norm import TritonNorm
 from patrickstar.optim.triton_passes import TritonPasses
+from tests.triton import parts
 from tests.triton.compiled.launches import Compiled, compiling_for
 
 ADAMW = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
@@ -172,8 +173,8 @@ def test_what_only_moves_bits_computes_nothing(launched: list[Compiled]) -> None
     for place in PLACES:
         for kept in (torch.bfloat16, torch.float16):
             master, weight, rest = (plane(dtype, place) for dtype in (torch.float32, kept, rest_type(kept)))
-            TritonPasses().split(master, weight, rest)
-            TritonPasses().join(weight, rest, master)
+            parts.split(master, weight, rest)
+            parts.join(weight, rest, master)
         for dtype in TYPES:
             TritonPasses().look(plane(dtype, place), flag())
     assert len(launched) == 7 * len(PLACES)

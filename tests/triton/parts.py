@@ -1,0 +1,37 @@
+"""Masters that are split and joined, and nothing else, by the functions that the update uses: so that each value can be looked at."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from patrickstar.optim.triton_kernels import joined, parted
+from patrickstar.optim.triton_launch import launch
+
+
+def split(master: Tensor, weight: Tensor, rest: Tensor) -> None:
+    """Writes a master into its two parts (`masters.split`)."""
+    launch(split_kernel, (master, weight, rest))
+
+
+def join(weight: Tensor, rest: Tensor, master: Tensor) -> None:
+    """Writes what two parts come to (`masters.join`)."""
+    launch(join_kernel, (weight, rest, master))
+
+
+@triton.jit
+def join_kernel(weight, rest, master, numel, block_numel: tl.constexpr):
+    offsets = tl.program_id(0) * block_numel + tl.arange(0, block_numel)
+    mask = offsets < numel
+    shown = tl.load(weight + offsets, mask=mask, other=0.0)
+    tl.store(master + offsets, joined(shown, tl.load(rest + offsets, mask=mask, other=0)), mask=mask)
+
+
+@triton.jit
+def split_kernel(master, weight, rest, numel, block_numel: tl.constexpr):
+    offsets = tl.program_id(0) * block_numel + tl.arange(0, block_numel)
+    mask = offsets < numel
+    shown, left = parted(tl.load(master + offsets, mask=mask, other=0.0), weight.dtype.element_ty)
+    tl.store(weight + offsets, shown, mask=mask)
+    tl.store(rest + offsets, left, mask=mask)
