@@ -15,6 +15,7 @@ from tests.loops.runs import (
     Run,
     budgets,
     expect_same,
+    in_each_memory,
     llama,
     optimize,
     run_trainer,
@@ -55,11 +56,11 @@ TIGHT = "2.5MiB"
 """Half of the model data; its loss takes 2 MiB whatever the model."""
 
 
-@pytest.mark.parametrize("memory", ["roomy", "tight", "tight, on disk"])
+@in_each_memory
 def test_fine_tuning_has_the_bits_of_the_same_program_without_us(memory: str, tmp_path: Path) -> None:
     given = dict(budgets(tmp_path / "disk")[memory])
     if memory != "roomy":
         given["device_memory" if "device_memory" in given else "host_memory"] = TIGHT
     got = train(given, tmp_path)
-    expect_same(train(None, tmp_path), got, moves=memory != "roomy")
+    expect_same(train(None, tmp_path), got, memory)
     assert max(float(norm) for norm in got.norms) > 0.5, "nothing was clipped"
