@@ -70,7 +70,7 @@ class Run:
 
 
 def expect_same(want: Run, got: Run, memory: str) -> None:
-    """Every loss, norm, weight and moment has the same bits; parameters were bound as they are to be in this memory, and but in a roomy one something moved."""
+    """Every loss, norm, weight and moment has the same bits; parameters were bound as they are to be, and something moved but in a roomy memory."""
     assert want.losses, "a program that computes nothing proves nothing"
     for what in ("losses", "norms"):
         pairs = [{str(n): torch.as_tensor(v) for n, v in enumerate(getattr(run, what))} for run in (want, got)]
@@ -82,13 +82,13 @@ def expect_same(want: Run, got: Run, memory: str) -> None:
     assert re.match(BINDING[memory], got.binding), got.binding
 
 
-def budgets(disk: Path) -> Mapping[str, dict[str, Any]]:
-    """Memory of a session: roomy, and so tight that model data must move."""
+def budgets(disk: Path, *, tight: int | str = 20 * SLOT) -> Mapping[str, dict[str, Any]]:
+    """Memory of a session: roomy, and so tight that model states must move."""
     return {
         "roomy": {"device": "emulated", "device_memory": "64MiB"},
-        "by block": {"device": "emulated", "device_memory": 20 * SLOT},
-        "tight": {"device": "emulated", "device_memory": 20 * SLOT},
-        "tight, on disk": {"device": "cpu", "host_memory": 20 * SLOT, "disk": disk},
+        "by block": {"device": "emulated", "device_memory": tight},
+        "tight": {"device": "emulated", "device_memory": tight},
+        "tight, on disk": {"device": "cpu", "host_memory": tight, "disk": disk},
     }
 
 

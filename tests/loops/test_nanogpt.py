@@ -151,8 +151,8 @@ COMPILED = {"the model": torch.compile, "its blocks": compile_blocks}
 @pytest.mark.parametrize(
     ("backend", "what", "memory"),
     [
-        pytest.param("aot_eager", "the model", "roomy", marks=pytest.mark.whole),
-        pytest.param("aot_eager", "the model", "by block", marks=pytest.mark.blocks),
+        pytest.param("aot_eager", "the model", "roomy", marks=(pytest.mark.whole, pytest.mark.campaign)),
+        pytest.param("aot_eager", "the model", "by block", marks=(pytest.mark.blocks, pytest.mark.campaign)),
         pytest.param("aot_eager", "its blocks", "by block", marks=(pytest.mark.blocks, pytest.mark.campaign)),
         pytest.param("inductor", "the model", "roomy", marks=(pytest.mark.whole, pytest.mark.campaign)),
         pytest.param("inductor", "its blocks", "by block", marks=(pytest.mark.blocks, pytest.mark.campaign)),

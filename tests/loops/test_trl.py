@@ -58,9 +58,6 @@ TIGHT = "2.5MiB"
 
 @in_each_memory
 def test_fine_tuning_has_the_bits_of_the_same_program_without_us(memory: str, tmp_path: Path) -> None:
-    given = dict(budgets(tmp_path / "disk")[memory])
-    if memory != "roomy":
-        given["device_memory" if "device_memory" in given else "host_memory"] = TIGHT
-    got = train(given, tmp_path)
+    got = train(budgets(tmp_path / "disk", tight=TIGHT)[memory], tmp_path)
     expect_same(train(None, tmp_path), got, memory)
     assert max(float(norm) for norm in got.norms) > 0.5, "nothing was clipped"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.mutant import Fault, Mutant
-from tests.mutants.operators import always, assign, drop, never, replace
+from tests.mutants.operators import always, assign, drop, never, replace, without
 
 FILE = "tests/session/test_blocks.py"
 ORDINARY = f"{FILE}::test_parameters_are_ordinary_while_a_block_runs_and_placeholders_in_between"
@@ -64,7 +64,23 @@ BLOCKS: tuple[Mutant, ...] = (
     Fault("a-block-is-compiled-with-us-in-it", "parameters.blocks:Blocks.__init__").by(
         drop("never_compile"), f"{COMPILED}::test_what_is_compiled_by_block_has_the_same_bits[the model-before-eager]"
     ),
-    Fault("observers-of-operations-are-guarded-on", "parameters.blocks:Blocks.call").by(
-        assign("compiles", "False"), f"{COMPILED}[blocks-eager-before]"
+    Fault("what-torch-compiles-meets-a-kernel-of-all-operations", "tracing.seen_operations:_install").by(
+        drop("impl", nth=2), f"{COMPILED}::test_what_is_compiled_by_block_has_the_same_bits[blocks-before-aot_eager]"
+    ),
+    Fault("what-torch-tries-out-is-counted", "tracing.seen_operations:_show").by(
+        replace("is_being_compiled()", "False"),
+        "tests/tracing/test_seen_operations.py::test_what_torch_tries_out_to_compile_is_not_shown",
+    ),
+    Fault("a-block-without-room-runs-by-use-in-compiled-code", "parameters.blocks:Blocks.call").by(
+        without("is_compiling()"),
+        f"{COMPILED}::test_a_block_that_has_no_room_in_the_middle_of_compiled_code_is_refused_before_it_is_entered[the model]",
+    ),
+    Fault("a-model-of-blocks-cannot-be-pickled", "hooks:_telling").by(
+        assign("make", "make", nth=1),
+        f"{FILE}::test_what_needs_the_whole_model_and_can_have_it_has_the_same_bits[pickle]",
+    ),
+    Fault("what-somebody-holds-is-updated-in-its-chunk", "step.training_in_backward:InBackwardTraining._gather").by(
+        never("held"),
+        "tests/session/test_faults_of_blocks.py::test_what_outlives_its_block_shows_what_its_weight_becomes_or_refuses[a view-in_backward]",
     ),
 )

@@ -391,7 +391,9 @@ def profile(model):
 
 def test_a_profile_has_the_operations_of_the_same_model_without_us(tmp_path):
     model = build()
-    with patrickstar.manage(model, adamw(model), host_memory="1GiB", disk=tmp_path):  # a meter would call each once more
+    with patrickstar.manage(
+        model, adamw(model), host_memory="1GiB", disk=tmp_path
+    ):  # a meter would call each once more
         assert profile(model) == profile(model) == profile(build())
 
 
