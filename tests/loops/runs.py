@@ -32,7 +32,7 @@ BINDING = {
 }
 """How parameters are bound in each memory, as statistics say it."""
 
-in_each_memory = pytest.mark.parametrize(
+rows = pytest.mark.parametrize(
     "memory",
     [
         pytest.param("roomy", marks=pytest.mark.whole),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import patrickstar
-from tests.loops.runs import VOCABULARY, Run, budgets, expect_same, in_each_memory, manage
+from tests.loops.runs import VOCABULARY, Run, budgets, expect_same, manage, rows
 from tests.parity.compare import compare_mappings
 from tests.session.masters import Twin
 
@@ -132,7 +132,7 @@ def train(
     return run.finish(raw_model, optimizer, session)
 
 
-@in_each_memory
+@rows
 def test_nanogpts_loop_has_the_bits_of_the_same_program_without_us(memory: str, tmp_path: Path) -> None:
     got = train(budgets(tmp_path / "disk")[memory])
     expect_same(train(None), got, memory)
@@ -148,14 +148,14 @@ def compile_blocks(model: GPT, **given: Any) -> GPT:
 COMPILED = {"the model": torch.compile, "its blocks": compile_blocks}
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("backend", "what", "memory"),
     [
-        pytest.param("aot_eager", "the model", "roomy", marks=(pytest.mark.whole, pytest.mark.campaign)),
-        pytest.param("aot_eager", "the model", "by block", marks=(pytest.mark.blocks, pytest.mark.campaign)),
-        pytest.param("aot_eager", "its blocks", "by block", marks=(pytest.mark.blocks, pytest.mark.campaign)),
-        pytest.param("inductor", "the model", "roomy", marks=(pytest.mark.whole, pytest.mark.campaign)),
-        pytest.param("inductor", "its blocks", "by block", marks=(pytest.mark.blocks, pytest.mark.campaign)),
+        pytest.param("aot_eager", "the model", "roomy", marks=pytest.mark.whole),
+        pytest.param("aot_eager", "the model", "by block", marks=pytest.mark.blocks),
+        pytest.param("inductor", "the model", "roomy", marks=pytest.mark.whole),
+        pytest.param("inductor", "its blocks", "by block", marks=pytest.mark.blocks),
     ],
 )
 def test_compiled_it_has_the_bits_of_the_same_program_compiled_alike(
@@ -206,7 +206,7 @@ def train_masters(kind: str) -> Run:
 
 
 @pytest.mark.sampled
-@in_each_memory
+@rows
 @pytest.mark.parametrize("kind", ["bf16", "bf16-fp32", "fp16"])
 def test_in_16_bits_it_has_the_bits_of_masters_kept_by_hand(kind: str, memory: str, tmp_path: Path) -> None:
     got = train(budgets(tmp_path / "disk")[memory], kind=kind)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
-from tests.loops.runs import Run, budgets, expect_same, in_each_memory, llama, optimize, sentences
+from tests.loops.runs import Run, budgets, expect_same, llama, optimize, rows, sentences
 from tests.parity.compare import compare_mappings
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ def train(memory: Mapping[str, Any] | None) -> tuple[Run, dict[str, torch.Tensor
     return run.finish(model, optimizer, session), adapters
 
 
-@in_each_memory
+@rows
 def test_adapters_have_the_bits_of_the_same_program_without_us(memory: str, tmp_path: Path) -> None:
     want, want_adapters = train(None)
     got, got_adapters = train(budgets(tmp_path / "disk")[memory])

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.loops.runs import SLOT, Run, budgets, expect_same, in_each_memory, manage
+from tests.loops.runs import SLOT, Run, budgets, expect_same, manage, rows
 from tests.parity.compare import compare_mappings
 
 pytestmark = [pytest.mark.campaign, pytest.mark.filterwarnings("default")]
@@ -84,7 +84,7 @@ def train(memory: Mapping[str, Any] | None, name: str, *, clip: str, recomputes:
     return run.finish(model, optimizer, session), averages
 
 
-@in_each_memory
+@rows
 @pytest.mark.parametrize(
     ("name", "clip", "recomputes"), [("vit", "norm", False), ("vit", "agc", True), ("convnext", "value", False)]
 )

@@ -9,17 +9,7 @@ from typing import Any
 import pytest
 from transformers import Trainer, TrainingArguments, get_cosine_schedule_with_warmup
 
-from tests.loops.runs import (
-    Run,
-    budgets,
-    expect_same,
-    in_each_memory,
-    llama,
-    optimize,
-    run_trainer,
-    sentences,
-    trainer_arguments,
-)
+from tests.loops.runs import Run, budgets, expect_same, llama, optimize, rows, run_trainer, sentences, trainer_arguments
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +23,7 @@ def train(memory: Mapping[str, Any] | None, output: Path) -> Run:
     return run_trainer(trainer, optimizer, session)
 
 
-@in_each_memory
+@rows
 def test_the_trainer_has_the_bits_of_the_same_program_without_us(memory: str, tmp_path: Path) -> None:
     got = train(budgets(tmp_path / "disk")[memory], tmp_path)
     expect_same(train(None, tmp_path), got, memory)

@@ -15,9 +15,9 @@ from tests.loops.runs import (
     Run,
     budgets,
     expect_same,
-    in_each_memory,
     llama,
     optimize,
+    rows,
     run_trainer,
     sentences,
     trainer_arguments,
@@ -56,7 +56,7 @@ TIGHT = "2.5MiB"
 """Half of the model data; its loss takes 2 MiB whatever the model."""
 
 
-@in_each_memory
+@rows
 def test_fine_tuning_has_the_bits_of_the_same_program_without_us(memory: str, tmp_path: Path) -> None:
     got = train(budgets(tmp_path / "disk", tight=TIGHT)[memory], tmp_path)
     expect_same(train(None, tmp_path), got, memory)

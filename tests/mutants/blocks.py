@@ -62,10 +62,12 @@ BLOCKS: tuple[Mutant, ...] = (
         never("self._updated"), f"{FILE}::test_blocks_whose_gradients_come_in_parts_are_bound_by_use"
     ),
     Fault("a-block-is-compiled-with-us-in-it", "parameters.blocks:Blocks.__init__").by(
-        drop("never_compile"), f"{COMPILED}::test_what_is_compiled_by_block_has_the_same_bits[the model-before-eager]"
+        drop("never_compile"),
+        f"{COMPILED}::test_what_is_compiled_has_the_same_bits_and_all_graphs_after_two_steps[the model-before-eager-by block]",
     ),
     Fault("what-torch-compiles-meets-a-kernel-of-all-operations", "tracing.seen_operations:_install").by(
-        drop("impl", nth=2), f"{COMPILED}::test_what_is_compiled_by_block_has_the_same_bits[blocks-before-aot_eager]"
+        drop("impl", nth=2),
+        f"{COMPILED}::test_what_is_compiled_has_the_same_bits_and_all_graphs_after_two_steps[blocks-before-aot_eager-by block]",
     ),
     Fault("what-torch-tries-out-is-counted", "tracing.seen_operations:_show").by(
         replace("is_being_compiled()", "False"),
