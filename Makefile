@@ -20,9 +20,10 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt torch==2.13.0 --editable '.[train,dev,loops]'
 	touch $(STAMP)
 
-# TRL brings pandas, pyarrow and more: only the full suite has its loop.
+# TRL brings pandas, pyarrow and more, diffusers Pillow: only the full suite has their loops, and that of timm, which asks for a torchvision of torch's own build.
 $(STAMP_FULL): $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt --editable '.[trl]'
+	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt --editable '.[trl,diffusers]'
+	$(BIN)/python -m pip install --quiet --no-deps --constraint requirements/constraints.txt timm
 	touch $(STAMP_FULL)
 
 train: $(STAMP)

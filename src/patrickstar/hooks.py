@@ -170,6 +170,8 @@ def _telling(kind: type[nn.Module], calls: weakref.ref[ModuleCalls], method: str
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         reduced: Any = kind.__reduce_ex__(self, protocol)
         make, made_of, *state = reduced
+        # Of what `copyreg.__newobj__` makes, pickling expects the class of what is pickled.
+        make = kind.__new__ if make.__name__ == "__newobj__" else make
         return make, tuple(kind if part is type(self) else part for part in made_of), *state
 
     metaclass: Any = type(kind)

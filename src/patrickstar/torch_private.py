@@ -13,6 +13,7 @@ from typing import Any, Final, cast
 import torch
 import torch.optim.optimizer as _optimizers
 from torch import nn
+from torch._guards import CompileContext
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import _get_current_function_mode_stack as _function_modes
 from torch.overrides import _pop_mode as _pop_function_mode
@@ -110,12 +111,9 @@ def never_compile(package: str) -> None:
     add(package)
 
 
-def around_compilation(begins: Callable[[], None], ends: Callable[[], None]) -> None:
-    """Has these called, from now on for ever, when torch.compile begins to compile something on this thread, and when it ends."""
-    from torch._dynamo.callback import on_compile_end, on_compile_start  # noqa: PLC0415  (a second of imports)
-
-    on_compile_start(lambda *_: begins())
-    on_compile_end(lambda *_: ends())
+def is_being_compiled() -> bool:
+    """Tells whether what runs on this thread is torch.compile itself, which compiles something."""
+    return CompileContext.try_get() is not None
 
 
 @contextmanager

@@ -5,11 +5,13 @@ All tensors are multiples of 16 elements long: there our update has the bits of 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -22,16 +24,35 @@ CHUNK = 4096
 SLOT = 4 * CHUNK
 VOCABULARY = 64
 
+BINDING = {
+    "roomy": r"whole$|\d+ blocks, .*16-bit weights",
+    "by block": r"\d+ blocks, ",
+    "tight": "by use: ",
+    "tight, on disk": "by use: ",
+}
+"""How parameters are bound in each memory, as statistics say it."""
+
+rows = pytest.mark.parametrize(
+    "memory",
+    [
+        pytest.param("roomy", marks=pytest.mark.whole),
+        pytest.param("by block", marks=pytest.mark.blocks),
+        pytest.param("tight", marks=pytest.mark.campaign),
+        "tight, on disk",
+    ],
+)
+
 
 @dataclass
 class Run:
-    """What a program has computed. `moved`: bytes, where it ran under a session."""
+    """What a program has computed. `moved`: bytes, `binding`: of the parameters, where it ran under a session."""
 
     losses: list[Tensor] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
     moved: int = 0
+    binding: str = ""
 
     def finish(self, model: nn.Module, optimizer: Any, session: patrickstar.Session | None) -> Run:
         """Notes what is there at the end, and closes the session."""
@@ -41,14 +62,15 @@ class Run:
             for key, value in optimizer.state.get(parameter, {}).items():
                 self.state[f"{number}.{key}"] = value.clone()
         if session is not None:
-            self.moved = sum(session.stats().moved.values())
+            stats = session.stats()
+            self.moved, self.binding = sum(stats.moved.values()), stats.binding
             session.close()
         self.weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         return self
 
 
-def expect_same(want: Run, got: Run, *, moves: bool) -> None:
-    """Every loss, norm, weight and moment has the same bits; in a tight budget something has moved."""
+def expect_same(want: Run, got: Run, memory: str) -> None:
+    """Every loss, norm, weight and moment has the same bits; parameters were bound as they are to be, and something moved but in a roomy memory."""
     assert want.losses, "a program that computes nothing proves nothing"
     for what in ("losses", "norms"):
         pairs = [{str(n): torch.as_tensor(v) for n, v in enumerate(getattr(run, what))} for run in (want, got)]
@@ -56,15 +78,17 @@ def expect_same(want: Run, got: Run, *, moves: bool) -> None:
     found = compare_mappings("weight", want.weights, got.weights) + compare_mappings("state", want.state, got.state)
     assert not found, "\n".join(found)
     assert want.state
-    assert bool(got.moved) == moves, f"{got.moved} bytes moved"
+    assert bool(got.moved) == (memory != "roomy"), f"{got.moved} bytes moved"
+    assert re.match(BINDING[memory], got.binding), got.binding
 
 
-def budgets(disk: Path) -> Mapping[str, dict[str, Any]]:
-    """Memory of a session: roomy, and so tight that model data must move."""
+def budgets(disk: Path, *, tight: int | str = 20 * SLOT) -> Mapping[str, dict[str, Any]]:
+    """Memory of a session: roomy, and so tight that model states must move."""
     return {
         "roomy": {"device": "emulated", "device_memory": "64MiB"},
-        "tight": {"device": "emulated", "device_memory": 20 * SLOT},
-        "tight, on disk": {"device": "cpu", "host_memory": 20 * SLOT, "disk": disk},
+        "by block": {"device": "emulated", "device_memory": tight},
+        "tight": {"device": "emulated", "device_memory": tight},
+        "tight, on disk": {"device": "cpu", "host_memory": tight, "disk": disk},
     }
 
 

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from tests.loops.runs import Run, budgets, expect_same, llama, optimize, sentences
+from tests.loops.runs import Run, budgets, expect_same, llama, optimize, rows, sentences
 
 
 def train(memory: Mapping[str, Any] | None, *, clip: str) -> Run:
@@ -39,7 +39,7 @@ def train(memory: Mapping[str, Any] | None, *, clip: str) -> Run:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("clip", ["norm", "value"])
-@pytest.mark.parametrize("memory", ["roomy", "tight", "tight, on disk"])
+@rows
 def test_accelerates_loop_has_the_bits_of_the_same_program_without_us(memory: str, clip: str, tmp_path: Path) -> None:
     got = train(budgets(tmp_path / "disk")[memory], clip=clip)
-    expect_same(train(None, clip=clip), got, moves=memory != "roomy")
+    expect_same(train(None, clip=clip), got, memory)

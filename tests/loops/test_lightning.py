@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import patrickstar
-from tests.loops.runs import Run, budgets, expect_same, llama, optimize, sentences
+from tests.loops.runs import Run, budgets, expect_same, llama, optimize, rows, sentences
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
@@ -76,8 +76,8 @@ def train(memory: Mapping[str, Any] | None, root: Path) -> Run:
     return module.run.finish(module.network, optimizer, module.session)
 
 
-@pytest.mark.parametrize("memory", ["roomy", "tight", "tight, on disk"])
+@rows
 def test_lightnings_loop_has_the_bits_of_the_same_program_without_us(memory: str, tmp_path: Path) -> None:
     got = train(budgets(tmp_path / "disk")[memory], tmp_path)
-    expect_same(train(None, tmp_path), got, moves=memory != "roomy")
+    expect_same(train(None, tmp_path), got, memory)
     assert max(float(norm) for norm in got.norms) > 0.5, "nothing was clipped"

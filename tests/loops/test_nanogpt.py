@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import patrickstar
-from tests.loops.runs import VOCABULARY, Run, budgets, expect_same, manage
+from tests.loops.runs import VOCABULARY, Run, budgets, expect_same, manage, rows
 from tests.parity.compare import compare_mappings
 from tests.session.masters import Twin
 
@@ -97,13 +97,15 @@ def train(
     make: Callable[..., Any] = FUSED,
     kind: str = "fp32",
     checkpoint: Path | None = None,
+    compiled: Callable[[GPT], Any] = lambda model: model,
 ) -> Run:
     generator = torch.Generator().manual_seed(1337)
-    model, run = seeded_gpt(), Run()
-    optimizer: Any = model.configure_optimizers(make)
-    session = None if memory is None else manage(model, optimizer, memory, kind=kind)
+    raw_model, run = seeded_gpt(), Run()
+    optimizer: Any = raw_model.configure_optimizers(make)
+    session = None if memory is None else manage(raw_model, optimizer, memory, kind=kind)
     if session is not None:
         optimizer = session.optimizer
+    model = compiled(raw_model)
     scaler = session.scaler if session is not None and kind == "fp16" else torch.amp.GradScaler("cpu", enabled=False)
     x, y = get_batch(generator)
     for iter_num in range(STEPS):
@@ -113,7 +115,7 @@ def train(
             run.losses += estimate_loss(model, generator)
         if iter_num == STEPS - 1 and checkpoint is not None:
             torch.save(
-                {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "iter_num": iter_num}, checkpoint
+                {"model": raw_model.state_dict(), "optimizer": optimizer.state_dict(), "iter_num": iter_num}, checkpoint
             )
         for _ in range(ACCUMULATE):
             with nullcontext():
@@ -127,14 +129,44 @@ def train(
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         run.losses.append(loss.detach())
-    return run.finish(model, optimizer, session)
+    return run.finish(raw_model, optimizer, session)
 
 
-@pytest.mark.parametrize("memory", ["roomy", "tight", "tight, on disk"])
+@rows
 def test_nanogpts_loop_has_the_bits_of_the_same_program_without_us(memory: str, tmp_path: Path) -> None:
     got = train(budgets(tmp_path / "disk")[memory])
-    expect_same(train(None), got, moves=memory != "roomy")
+    expect_same(train(None), got, memory)
     assert max(float(norm) for norm in got.norms) > CLIP, "nothing was clipped"
+
+
+def compile_blocks(model: GPT, **given: Any) -> GPT:
+    for block in model.h:
+        block.compile(**given)
+    return model
+
+
+COMPILED = {"the model": torch.compile, "its blocks": compile_blocks}
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("backend", "what", "memory"),
+    [
+        pytest.param("aot_eager", "the model", "roomy", marks=pytest.mark.whole),
+        pytest.param("aot_eager", "the model", "by block", marks=pytest.mark.blocks),
+        pytest.param("inductor", "the model", "roomy", marks=pytest.mark.whole),
+        pytest.param("inductor", "its blocks", "by block", marks=pytest.mark.blocks),
+    ],
+)
+def test_compiled_it_has_the_bits_of_the_same_program_compiled_alike(
+    backend: str, what: str, memory: str, tmp_path: Path
+) -> None:
+    compiled = partial(COMPILED[what], backend=backend)
+    runs = []
+    for given in (None, budgets(tmp_path)[memory]):
+        torch.compiler.reset()
+        runs.append(train(given, compiled=compiled))
+    expect_same(*runs, memory)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +180,7 @@ def test_nanogpts_loop_has_the_bits_of_the_same_program_without_us(memory: str, 
 )
 def test_so_it_has_with_other_optimizers_whose_update_is_ours(make: Any, oracle: Any, tmp_path: Path) -> None:
     got = train(budgets(tmp_path)["tight"], make=make)
-    expect_same(train(None, make=oracle), got, moves=True)
+    expect_same(train(None, make=oracle), got, "tight")
 
 
 def train_masters(kind: str) -> Run:
@@ -174,11 +206,11 @@ def train_masters(kind: str) -> Run:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("memory", ["roomy", "tight", "tight, on disk"])
+@rows
 @pytest.mark.parametrize("kind", ["bf16", "bf16-fp32", "fp16"])
 def test_in_16_bits_it_has_the_bits_of_masters_kept_by_hand(kind: str, memory: str, tmp_path: Path) -> None:
     got = train(budgets(tmp_path / "disk")[memory], kind=kind)
-    expect_same(train_masters(kind), got, moves=memory != "roomy")
+    expect_same(train_masters(kind), got, memory)
 
 
 def test_its_checkpoints_are_those_of_the_same_program_without_us(tmp_path: Path) -> None:

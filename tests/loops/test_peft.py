@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
-from tests.loops.runs import Run, budgets, expect_same, llama, optimize, sentences
+from tests.loops.runs import Run, budgets, expect_same, llama, optimize, rows, sentences
 from tests.parity.compare import compare_mappings
 
 pytestmark = pytest.mark.slow
@@ -37,10 +37,10 @@ def train(memory: Mapping[str, Any] | None) -> tuple[Run, dict[str, torch.Tensor
     return run.finish(model, optimizer, session), adapters
 
 
-@pytest.mark.parametrize("memory", ["roomy", "tight", "tight, on disk"])
+@rows
 def test_adapters_have_the_bits_of_the_same_program_without_us(memory: str, tmp_path: Path) -> None:
     want, want_adapters = train(None)
     got, got_adapters = train(budgets(tmp_path / "disk")[memory])
-    expect_same(want, got, moves=memory != "roomy")
+    expect_same(want, got, memory)
     assert not compare_mappings("adapter", want_adapters, got_adapters)
     assert max(float(norm) for norm in got.norms) > 0.05, "nothing was clipped"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import Trainer, TrainingArguments, get_cosine_schedule_with_warmup
 
-from tests.loops.runs import Run, budgets, expect_same, llama, optimize, run_trainer, sentences, trainer_arguments
+from tests.loops.runs import Run, budgets, expect_same, llama, optimize, rows, run_trainer, sentences, trainer_arguments
 
 pytestmark = pytest.mark.slow
 
@@ -23,8 +23,8 @@ def train(memory: Mapping[str, Any] | None, output: Path) -> Run:
     return run_trainer(trainer, optimizer, session)
 
 
-@pytest.mark.parametrize("memory", ["roomy", "tight", "tight, on disk"])
+@rows
 def test_the_trainer_has_the_bits_of_the_same_program_without_us(memory: str, tmp_path: Path) -> None:
     got = train(budgets(tmp_path / "disk")[memory], tmp_path)
-    expect_same(train(None, tmp_path), got, moves=memory != "roomy")
+    expect_same(train(None, tmp_path), got, memory)
     assert max(float(norm) for norm in got.norms) > 0.5, "nothing was clipped"

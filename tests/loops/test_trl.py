@@ -17,6 +17,7 @@ from tests.loops.runs import (
     expect_same,
     llama,
     optimize,
+    rows,
     run_trainer,
     sentences,
     trainer_arguments,
@@ -55,11 +56,8 @@ TIGHT = "2.5MiB"
 """Half of the model data; its loss takes 2 MiB whatever the model."""
 
 
-@pytest.mark.parametrize("memory", ["roomy", "tight", "tight, on disk"])
+@rows
 def test_fine_tuning_has_the_bits_of_the_same_program_without_us(memory: str, tmp_path: Path) -> None:
-    given = dict(budgets(tmp_path / "disk")[memory])
-    if memory != "roomy":
-        given["device_memory" if "device_memory" in given else "host_memory"] = TIGHT
-    got = train(given, tmp_path)
-    expect_same(train(None, tmp_path), got, moves=memory != "roomy")
+    got = train(budgets(tmp_path / "disk", tight=TIGHT)[memory], tmp_path)
+    expect_same(train(None, tmp_path), got, memory)
     assert max(float(norm) for norm in got.norms) > 0.5, "nothing was clipped"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from tests.mutants.mutant import Fault, Mutant
-from tests.mutants.operators import always, assign, drop, never, replace
+from tests.mutants.operators import always, assign, drop, never, replace, without
 
 FILE = "tests/session/test_blocks.py"
 ORDINARY = f"{FILE}::test_parameters_are_ordinary_while_a_block_runs_and_placeholders_in_between"
 KINDS = f"{FILE}::test_what_torch_does_inside_of_a_block_has_the_same_bits"
-COMPILED = f"{FILE}::test_what_is_compiled_has_the_bits_of_the_same_model_compiled_alike"
+COMPILED = "tests/session/test_compiled.py"
 
 BLOCKS: tuple[Mutant, ...] = (
     Fault("parameters-of-a-block-stay-of-our-class", "parameters.blocks:Blocks._enter").by(
@@ -42,7 +42,8 @@ BLOCKS: tuple[Mutant, ...] = (
         never("are_kept"), f"{FILE}::test_gradients_add_up_and_can_be_read_in_a_block"
     ),
     Fault("a-view-of-a-block-shows-the-old-weights", "step.training_deferred:DeferredTraining.step").by(
-        never("are_held"), f"{FILE}::test_a_view_that_outlives_its_block_shows_what_its_weight_becomes[deferred]"
+        never("are_held"),
+        "tests/session/test_faults_of_blocks.py::test_what_outlives_its_block_shows_what_its_weight_becomes_or_refuses[a view-deferred]",
     ),
     Fault("a-block-that-is-checkpointed-inside-reads-placeholders", "parameters.saved:SavedTensors.around_use").by(
         assign("is_inside", "False"), f"{KINDS}[checkpointed inside-deferred]"
@@ -55,15 +56,33 @@ BLOCKS: tuple[Mutant, ...] = (
         f"{FILE}::test_blocks_that_do_not_fit_are_bound_by_what_is_inside_of_them",
     ),
     Fault("a-compiled-block-runs-uncompiled-where-it-does-not-fit", "parameters.blocks:Place.without").by(
-        never("is_compiled"), f"{FILE}::test_a_compiled_block_that_does_not_fit_at_once_is_refused"
+        never("is_compiled"), f"{COMPILED}::test_a_compiled_block_that_does_not_fit_at_once_is_refused"
     ),
     Fault("gradients-that-come-in-parts-are-taken-for-whole", "tracing.offline:_Twin.gradient").by(
         never("self._updated"), f"{FILE}::test_blocks_whose_gradients_come_in_parts_are_bound_by_use"
     ),
     Fault("a-block-is-compiled-with-us-in-it", "parameters.blocks:Blocks.__init__").by(
-        drop("never_compile"), f"{COMPILED}[the model-eager-before]"
+        drop("never_compile"),
+        f"{COMPILED}::test_what_is_compiled_has_the_same_bits_and_all_graphs_after_two_steps[the model-before-eager-by block]",
     ),
-    Fault("observers-of-operations-are-guarded-on", "parameters.blocks:Blocks.call").by(
-        assign("compiles", "False"), f"{COMPILED}[blocks-eager-before]"
+    Fault("what-torch-compiles-meets-a-kernel-of-all-operations", "tracing.seen_operations:_install").by(
+        drop("impl", nth=2),
+        f"{COMPILED}::test_what_is_compiled_has_the_same_bits_and_all_graphs_after_two_steps[blocks-before-aot_eager-by block]",
+    ),
+    Fault("what-torch-tries-out-is-counted", "tracing.seen_operations:_show").by(
+        replace("is_being_compiled()", "False"),
+        "tests/tracing/test_seen_operations.py::test_what_torch_tries_out_to_compile_is_not_shown",
+    ),
+    Fault("a-block-without-room-runs-by-use-in-compiled-code", "parameters.blocks:Blocks.call").by(
+        without("is_compiling()"),
+        f"{COMPILED}::test_a_block_that_has_no_room_in_the_middle_of_compiled_code_is_refused_before_it_is_entered[the model]",
+    ),
+    Fault("a-model-of-blocks-cannot-be-pickled", "hooks:_telling").by(
+        assign("make", "make", nth=1),
+        f"{FILE}::test_what_needs_the_whole_model_and_can_have_it_has_the_same_bits[pickle]",
+    ),
+    Fault("what-somebody-holds-is-updated-in-its-chunk", "step.training_in_backward:InBackwardTraining._gather").by(
+        never("held"),
+        "tests/session/test_faults_of_blocks.py::test_what_outlives_its_block_shows_what_its_weight_becomes_or_refuses[a view-in_backward]",
     ),
 )

@@ -1,15 +1,16 @@
 """While a block runs its parameters are ordinary ones: what PyTorch can do inside of a block it does under a budget, with the same bits."""
 
 import copy
-import threading
+import pickle
+import re
 import weakref
+from collections import Counter
 from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
@@ -17,69 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import patrickstar
 from patrickstar import StateError
+from tests.session.blocks import MOVING, WIDTH, Block, Model, batch, build, step, train_both
 from tests.session.builders import adamw
 
 pytestmark = pytest.mark.blocks
-
-WIDTH = 32
-MOVING = {"device": "emulated", "device_memory": "192KiB", "options": patrickstar.Options(chunk_size=2048, poison=True)}
-"""Room for some blocks, each of which takes 17 KiB of weights; all model states take 400 KiB."""
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return x + self.scale * self.down(nn.functional.gelu(self.up(x)))
-
-
-class Model(nn.Module):
-    """Blocks in a list, between two layers that no block owns."""
-
-    def __init__(self, block=Block, layers=6):
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-        self.blocks = nn.ModuleList(block() for _ in range(layers))
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x).square().mean()
-
-
-def build(block=Block, model=Model, **given):
-    torch.manual_seed(0)
-    return model(block, **given)
-
-
-def batch(number=0, rows=4):
-    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(number))
-
-
-def step(model, optimizer, number=0, rows=4):
-    loss = model(batch(number, rows))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-def train_both(plain, model, steps=4, **machine):
-    """Trains a model under management, and the same one without; fails where a bit differs. Gives the statistics at the end."""
-    optimizer = adamw(plain)
-    with patrickstar.manage(model, adamw(model), **{**MOVING, **machine}) as session:
-        for number in range(steps):
-            assert torch.equal(step(plain, optimizer, number), step(model, session.optimizer, number)), number
-        stats = session.stats()
-    for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
-        assert torch.equal(one, other), name
-    return stats
 
 
 class Seen(Block):
@@ -139,6 +81,18 @@ class Checkpointed(Block):
 
     def forward(self, x):
         return x + self.scale * checkpoint(self.inside, x, use_reentrant=self.use_reentrant)
+
+
+class Adapted(nn.Module):
+    """A frozen linear, with an adapter beside it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, 2 * WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
 
 
 class Doubled(nn.Module):
@@ -222,6 +176,7 @@ BLOCKS = {
     "weight norm": lambda: changed(lambda block: parametrizations.weight_norm(block.up)),
     "the old spectral norm": lambda: changed(lambda block: spectral_norm(block.up)),
     "the old weight norm": lambda: changed(lambda block: weight_norm(block.up)),
+    "an adapter": lambda: changed(lambda block: setattr(block, "up", Adapted(block.up))),
     "pruned": lambda: changed(lambda block: prune.l1_unstructured(block.up, "weight", 0.5)),
 }
 
@@ -326,32 +281,6 @@ def test_layers_that_are_dropped_called_twice_or_shared_have_the_same_bits():
     train_both(build(model=Odd), build(model=Odd))
 
 
-def test_hooks_of_users_see_ordinary_parameters_and_are_called_as_often():
-    counts = []
-    for managed in (False, True):
-        model, seen = build(), []
-        block = model.blocks[2]
-        block.register_forward_pre_hook(lambda module, _: seen.append(float(module.scale.detach().sum())))
-        block.register_forward_hook(lambda module, *_: seen.append(float(module.up.weight.detach().sum())))
-        block.register_full_backward_hook(lambda *_: seen.append(3.0))
-        block.up.weight.register_hook(lambda gradient: seen.append(float(gradient.sum())))
-        block.scale.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.sum())))
-        optimizer = adamw(model)
-        if managed:
-            with patrickstar.manage(model, optimizer, **MOVING) as session:
-                for number in range(3):
-                    model(batch(number)).backward()
-                    model(batch(number)).backward()
-                    step(model, session.optimizer, number)
-        else:
-            for number in range(3):
-                model(batch(number)).backward()
-                model(batch(number)).backward()
-                step(model, optimizer, number)
-        counts.append(seen)
-    assert counts[0] == counts[1]
-
-
 def test_operations_are_counted_once():
     counts = []
     for managed in (False, True):
@@ -363,73 +292,6 @@ def test_operations_are_counted_once():
         if session is not None:
             session.close()
     assert counts[0] == counts[1]
-
-
-def test_copies_taken_in_the_middle_of_training_have_ordinary_parameters():
-    model = build()
-    with patrickstar.manage(model, adamw(model), **MOVING) as session:
-        step(model, session.optimizer)
-        copied = copy.deepcopy(model)
-        assert type(copied.blocks[0]) is Block
-        assert torch.equal(copied(batch(1)), model(batch(1)))
-    assert all(type(parameter) is nn.Parameter for parameter in copied.parameters())
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_in_a_block_leaves_the_session_usable(where):
-    class Failing(Block):
-        fails = False
-
-        def forward(self, x):
-            x = super().forward(x)
-            if Failing.fails and where == "forward":
-                raise KeyboardInterrupt
-            if Failing.fails and x.requires_grad:
-                x.register_hook(self.fail)
-            return x
-
-        @staticmethod
-        def fail(_):
-            raise KeyboardInterrupt
-
-    plain, model = build(Failing), build(Failing)
-    optimizer = adamw(plain)
-    with patrickstar.manage(model, adamw(model), **MOVING) as session:
-        assert torch.equal(step(plain, optimizer), step(model, session.optimizer))
-        Failing.fails = True
-        with pytest.raises(KeyboardInterrupt):
-            step(model, session.optimizer)
-        Failing.fails = False
-        session.optimizer.zero_grad()
-        assert not any(type(parameter) is nn.Parameter for parameter in model.parameters())
-        for number in range(3):
-            assert torch.equal(step(plain, optimizer, number), step(model, session.optimizer, number))
-        stats = session.stats()
-        assert (stats.steps, stats.reactive_steps) == (
-            4,
-            where == "backward",
-        )  # gradients are dropped in the middle of that
-
-
-@pytest.mark.parametrize("step_mode", ["deferred", "in_backward"])
-def test_a_view_that_outlives_its_block_shows_what_its_weight_becomes(step_mode):
-    class Showing(Block):
-        shown: ClassVar = []
-
-        def forward(self, x):
-            self.shown.append(self.up.weight.detach()[1])
-            return super().forward(x)
-
-    plain, model = build(Showing, layers=2), build(Showing, layers=2)
-    optimizer = adamw(plain)
-    with patrickstar.manage(model, adamw(model), step=step_mode, **MOVING) as session:
-        Showing.shown = theirs = []
-        step(plain, optimizer)
-        Showing.shown = ours = []
-        step(model, session.optimizer)
-        found = [view.clone() for view in ours if not isinstance(view, FakeTensor)]
-        assert len(theirs) == 2
-        assert all(torch.equal(one, other) for one, other in zip(theirs, found[-2:], strict=True))
 
 
 def test_blocks_that_do_not_fit_are_bound_by_what_is_inside_of_them():
@@ -464,23 +326,6 @@ def test_what_holds_more_than_fits_is_bound_by_use():
     assert stats.binding.startswith("2 blocks, the rest by use: ")  # the first and the last layer
 
 
-def test_blocks_of_two_threads_do_not_meet():
-    model, results = build(), {}
-    want = build()
-    with patrickstar.manage(model, adamw(model), **MOVING):
-
-        def run(number):
-            with torch.no_grad():
-                results[number] = model.blocks[number](batch(number))
-
-        threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        assert all(torch.equal(results[number], want.blocks[number](batch(number))) for number in range(4))
-
-
 @pytest.mark.parametrize(("step_mode", "kind"), [("deferred", "vmap"), ("in_backward", "a detached weight")])
 def test_a_forecast_is_the_plan(step_mode, kind):
     from patrickstar.session.forecast import forecast
@@ -501,11 +346,72 @@ def test_a_forecast_is_the_plan(step_mode, kind):
         assert session.stats().peak["device"] <= found.peak["device"]
 
 
-def test_a_transform_over_blocks_is_refused_before_the_first():
+def profile(model):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        model(batch()).backward()
+    computing = ("aten::addmm", "aten::mm", "aten::gelu", "aten::gelu_backward")
+    return Counter(event.name for event in profiled.events() if event.name in computing)
+
+
+def test_a_profile_has_the_operations_of_the_same_model_without_us(tmp_path):
     model = build()
-    with patrickstar.manage(model, adamw(model), **MOVING), pytest.raises(StateError, match="transform of torch.func"):
-        torch.func.grad(lambda x: model(x))(batch())
-    assert not any(block.calls for block in model.blocks)
+    with patrickstar.manage(
+        model, adamw(model), host_memory="1GiB", disk=tmp_path
+    ):  # a meter would call each once more
+        assert profile(model) == profile(model) == profile(build())
+
+
+def dual(model):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(batch(), torch.ones(4, WIDTH)))).tangent
+
+
+COPIES = {
+    "deepcopy": lambda m: copy.deepcopy(m)(batch()),
+    "pickle": lambda m: pickle.loads(pickle.dumps(m))(batch()),
+    "forward AD": dual,
+    "DataParallel": lambda m: nn.DataParallel(m)(batch()),
+}
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_what_needs_the_whole_model_and_can_have_it_has_the_same_bits(kind):
+    plain, model = build(), build()
+    optimizer = adamw(plain)
+    with patrickstar.manage(model, adamw(model), **MOVING) as session:
+        for number in range(2):
+            assert torch.equal(step(plain, optimizer, number), step(model, session.optimizer, number))
+            assert torch.equal(COPIES[kind](plain), COPIES[kind](model))
+        copied = copy.deepcopy(model)
+        assert type(copied.blocks[0]) is Block
+        assert all(type(parameter) is nn.Parameter for parameter in copied.parameters())
+
+
+REFUSED = {
+    "grad": lambda m: torch.func.grad(lambda x: m(x))(batch()),
+    "jvp": lambda m: torch.func.jvp(m, (batch(),), (batch(),)),
+    "hessian": lambda m: torch.func.hessian(m)(batch()),
+    "vmap": lambda m: torch.vmap(m)(batch()),
+    "functional_call": lambda m: torch.func.functional_call(m, dict(build().named_parameters()), batch()),
+    "export": lambda m: torch.export.export(m, (batch(),)),
+    "jit.trace": lambda m: torch.jit.trace(m, batch()),
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_transforms_or_traces_the_whole_model_is_refused_before_the_first_block(kind):
+    model = build()
+    with patrickstar.manage(model, adamw(model), **MOVING) as session:
+        step(model, session.optimizer)
+        calls = [block.calls for block in model.blocks]
+        with pytest.raises(StateError, match="in which all model states fit") as refused:
+            REFUSED[kind](model)
+        assert calls == [block.calls for block in model.blocks]
+    memory = re.search(r"give a budget of ([\d.]+) KiB or more", str(refused.value))[1]
+    with patrickstar.manage(model, adamw(model), **{**MOVING, "device_memory": f"{memory}KiB"}) as session:
+        step(model, session.optimizer)
+        assert session.stats().binding == "whole"
 
 
 def test_an_input_of_another_class_goes_through_blocks():
@@ -538,86 +444,6 @@ def test_an_input_of_another_class_goes_through_blocks():
                 steps.zero_grad()
         assert session.stats().moved["H>D"]
     assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), model.parameters(), strict=True))
-
-
-class Compilable(nn.Module):
-    """A block without numbers of its own, on which a compiler would guard."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x):
-        return x + self.scale * self.down(nn.functional.gelu(self.up(x)))
-
-
-def compile_blocks(model, **given):
-    for number, block in enumerate(model.blocks):
-        model.blocks[number] = torch.compile(block, fullgraph=True, **given)
-    return model
-
-
-def compile_calls_of_blocks(model, **given):
-    for block in model.blocks:
-        block.compile(fullgraph=True, **given)
-    return model
-
-
-def compile_calls(model, **given):
-    model.compile(**given)
-    return model
-
-
-COMPILED = {
-    "blocks": compile_blocks,
-    "calls of blocks": compile_calls_of_blocks,
-    "the model": lambda model, **given: torch.compile(model, **given),
-    "calls of the model": compile_calls,
-}
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("what", COMPILED)
-def test_what_is_compiled_has_the_bits_of_the_same_model_compiled_alike(what, backend, when, tmp_path):
-    if (what, when) == ("blocks", "after"):
-        return  # other modules are the model's then, which manage() has not seen
-    torch.compiler.reset()
-    counters = [CompileCounterWithBackend(backend) for _ in range(2)]
-    plain, model = build(Compilable), build(Compilable)
-    compiled = COMPILED[what](plain, backend=counters[0])
-    if when == "before":
-        ours = COMPILED[what](model, backend=counters[1])
-    optimizer, machine = adamw(plain), {"host_memory": "1GiB", "disk": tmp_path, "precision": "fp32"}
-    if "blocks" in what:
-        machine = MOVING
-    with patrickstar.manage(model, adamw(model), **machine) as session:
-        if when == "after":
-            ours = COMPILED[what](model, backend=counters[1])
-        frames = []
-        for number in range(4):
-            assert torch.equal(step(compiled, optimizer, number), step(ours, session.optimizer, number))
-            frames.append(counters[1].frame_count)
-        assert frames[0]
-        assert frames[1] == frames[-1]
-        stats = session.stats()
-        assert stats.binding.startswith("8 blocks")
-        if "blocks" in what:
-            assert stats.moved["H>D"]
-    assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), model.parameters(), strict=True))
-
-
-def test_a_compiled_block_that_does_not_fit_at_once_is_refused():
-    torch.compiler.reset()
-    model = compile_blocks(build(Compilable), backend="eager")
-    with patrickstar.manage(model, adamw(model), **{**MOVING, "device_memory": "50KiB"}):
-        with pytest.raises(patrickstar.BudgetError, match="blocks"):
-            model(batch())
-    plain = build(Compilable)
-    with patrickstar.manage(plain, adamw(plain), **{**MOVING, "device_memory": "50KiB"}):
-        plain(batch())
 
 
 def test_a_graph_that_is_let_go_of_is_freed():

@@ -144,7 +144,15 @@ def hooked(model: Hooked, register: Callable[[Hooked, Seen], Any]) -> Iterator[S
 @pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("before", [False, True], ids=["after manage", "before manage"])
-@pytest.mark.parametrize("machine", [{}, ROOMY, EMULATED], ids=["cpu", "roomy", "tight"])
+@pytest.mark.parametrize(
+    "machine",
+    [
+        pytest.param({}, marks=pytest.mark.whole, id="whole"),
+        pytest.param(EMULATED, marks=pytest.mark.blocks, id="blocks"),
+        pytest.param(ROOMY, id="roomy"),
+        pytest.param(EMULATED, id="tight"),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hook_is_called_as_in_plain_pytorch(kind: str, machine: dict[str, Any], before: bool) -> None:
     plain = Hooked()

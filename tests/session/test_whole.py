@@ -102,17 +102,6 @@ def flops(model):
     return torch.tensor(counter.get_total_flops())
 
 
-def hooks(model):
-    seen = []
-    model.first.register_forward_pre_hook(lambda _, args: seen.append(len(args)))
-    model.first.register_forward_hook(lambda *_: seen.append(2))
-    model.second.register_full_backward_hook(lambda *_: seen.append(3))
-    model.second.weight.register_hook(lambda gradient: seen.append(4))
-    model.second.bias.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.sum())))
-    model(inputs()).sum().backward()
-    return torch.tensor(seen)
-
-
 def exported(model):
     model.zero_grad()  # fake tensors are made of gradients too
     return torch.export.export(model.eval(), (inputs(),)).module()(inputs())
@@ -131,7 +120,6 @@ KINDS = {
     "a fused loss": through_a_fused_loss,
     "jagged": jagged,
     "flops": flops,
-    "hooks": hooks,
     "deepcopy": lambda m: copy.deepcopy(m)(inputs()),
     "pickle": lambda m: pickle.loads(pickle.dumps(m))(inputs()),
     "torch.save": lambda m: torch.tensor(saved_bytes(m.state_dict())),
@@ -161,7 +149,7 @@ def equal(one, other):
     return torch.equal(one, other)
 
 
-HAS_BACKWARD = {"a fused loss", "jagged", "flops", "hooks"}
+HAS_BACKWARD = {"a fused loss", "jagged", "flops"}
 """Kinds that bring gradients of parameters, which `step="in_backward"` uses as they come."""
 WAYS = [*((kind, "deferred") for kind in KINDS), *((kind, "in_backward") for kind in KINDS if kind not in HAS_BACKWARD)]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -44,6 +45,16 @@ def test_the_users_modes_see_the_same_and_what_is_hidden_nobody_sees(seen: list[
     with unobserved():
         square.mm(square)
     assert seen == ["ones", "mm"]
+
+
+def test_what_torch_tries_out_to_compile_is_not_shown(seen: list[str]) -> None:
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x: x.exp().sin(), backend=counter)
+    for _ in range(3):
+        compiled(torch.ones(2))
+    assert seen == ["ones", "exp", "sin"] * 3
+    assert counter.frame_count == 1
 
 
 def test_what_ends_in_a_backward_is_put_back_by_it(seen: list[str]) -> None:

@@ -39,7 +39,6 @@ from patrickstar.torch_private import (
     is_compiling,
     never_compile,
     next_sequence_number,
-    unobserved,
 )
 
 _Result = TypeVar("_Result")
@@ -190,7 +189,7 @@ class Blocks:
                 self._open(block, self._access.owner.use)
             self._enter(block)
         except BudgetError:
-            if block.path not in self.bound or is_compiled(module):
+            if block.path not in self.bound or is_compiled(module) or is_compiling():
                 raise
             return run()  # there is no room for all at once: by use
         changes = self._binding.changes
@@ -199,8 +198,7 @@ class Blocks:
         first_node = next_sequence_number()
         try:
             saves = self._binding.saved.around_use(of_block=True) if torch.is_grad_enabled() else nullcontext()
-            compiles = is_compiled(module) or is_compiling()  # which guards on keys of dispatch
-            with saves, unobserved() if compiles else nullcontext():
+            with saves:
                 result = run()
             self._await_backward(block, result, first_node)
             return result

@@ -197,7 +197,7 @@ class Events(Owner):
             self._depth += 1
             return args, kwargs
         if not self.registered.are_there() or not self.binding.are_managed():
-            expect_own_parameters(self.registered.model, self.named, self.binding.is_managed)
+            expect_own_parameters(self.registered.model, self.named, self.binding.is_managed, self.advice)
             self.registered = Registered(self.registered.model)  # modules without parameters have come, or gone
         if self.training is not None:
             self.training.begin_forward()
@@ -238,9 +238,12 @@ class Events(Owner):
 
 
 def expect_own_parameters(
-    model: nn.Module, named: Mapping[str, nn.Parameter], is_managed: Callable[[Tensor], bool]
+    model: nn.Module,
+    named: Mapping[str, nn.Parameter],
+    is_managed: Callable[[Tensor], bool],
+    advice: Callable[[], str] = str,
 ) -> None:
-    """Raises StateError where the parameters of a model are not those that are managed under these names."""
+    """Raises StateError where the parameters of a model are not those that are managed under these names. `advice`: gives what else would help."""
     found = list(model.parameters())
     if [*map(id, found)] == [*map(id, named.values())] and all(map(is_managed, found)):
         return
@@ -250,7 +253,7 @@ def expect_own_parameters(
         raise StateError(
             f"torch.func.functional_call() gives a managed model other values for {some(names, most=5)}: its own lie in chunks, and cannot be "
             "exchanged for a call. Call a copy, torch.func.functional_call(copy.deepcopy(model), values, inputs), or change the values "
-            "themselves with session.write(name, value)"
+            f"themselves with session.write(name, value){advice()}"
         )
     raise StateError(
         f"parameters of the model were replaced, added or removed after manage(): {some(names, most=5)}. Close the session, change the model "

@@ -184,7 +184,11 @@ class InBackwardTraining(Training):
         if update is not None:
             # Again, where the plan was left with this arrival: what had come before is updated.
             self.executor.pending = order
-            self.executor.update(update)
+            held = self.executor.store.leases.held()
+            if any(touch.ref in held for touch in update.touches):
+                self._end_gathering(f"somebody holds the chunk of {bound.name} in the backward")
+            else:
+                self.executor.update(update)
         return True
 
     def _end_gathering(self, why: str = "") -> None:

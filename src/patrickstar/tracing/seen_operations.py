@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from patrickstar.torch_private import OBSERVERS_KEY as _KEY
-from patrickstar.torch_private import Plain, around_compilation, unobserved
+from patrickstar.torch_private import Plain, is_being_compiled, unobserved
 
 # Not shown: of a result with a Python object, which is a plain tensor's, no subclass can be made.
 _ALIASES = ("detach", "alias", "lift_fresh")
@@ -40,34 +40,24 @@ def show_to(seers: tuple[Callable[[Any, Any], None], ...]) -> None:
     torch._C._stash_obj_in_tls(_SEERS, seers)
     if sys.getrefcount(seers) == held:  # torch 2.11 takes the caller's reference in the place of one of its own
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(seers))
-    _include(is_on=bool(seers))
-
-
-def _include(*, is_on: bool) -> None:
-    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, is_on)
+    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, bool(seers))
 
 
 @cache
 def _install() -> list[torch.library.Library]:
-    around_compilation(partial(_include, is_on=False), lambda: _include(is_on=bool(shown_to())))
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_show, _KEY)
     libraries = {"_": everything, "aten": torch.library.Library("aten", "IMPL")}
     for alias in _ALIASES:
         libraries["aten"].impl(alias, torch.library.fallthrough_kernel, _KEY)
-    if _priority(_KEY) > _priority("Python"):
-        # Until torch 2.12 the key is above that of modes, where torch finds kernels of one operation, but none of all.
-        for name in torch._C._dispatch_get_all_op_names():
-            space, _, short = name.partition("::")
-            if short.partition(".")[0] not in _ALIASES:
-                if space not in libraries:
-                    libraries[space] = torch.library.Library(space, "IMPL")
-                libraries[space].impl(short, partial(_show_named, name), _KEY)
+    # By name too: until torch 2.12 no kernel of all operations is found, and none is called for fake tensors, with which torch.compile works.
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, short = name.partition("::")
+        if short.partition(".")[0] not in _ALIASES:
+            if space not in libraries:
+                libraries[space] = torch.library.Library(space, "IMPL")
+            libraries[space].impl(short, partial(_show_named, name), _KEY)
     return list(libraries.values())
-
-
-def _priority(key: str) -> int:
-    return torch._C._dispatch_key_parse(key).value
 
 
 @cache
@@ -87,6 +77,7 @@ def _show(func: Any, *args: Any, **kwargs: Any) -> Any:
     with unobserved():
         with Plain():
             result = func(*args, **kwargs)
-        for seer in shown_to():
+        # The key stays as it is while torch.compile works, which guards on it; what it tries out is no part of a step.
+        for seer in () if is_being_compiled() else shown_to():
             seer(func, result)
     return result

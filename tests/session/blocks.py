@@ -1,0 +1,67 @@
+"""A model of blocks that does not fit as a whole, its plain twin, and steps of both."""
+
+import torch
+from torch import nn
+
+import patrickstar
+from tests.session.builders import adamw
+
+WIDTH = 32
+MOVING = {"device": "emulated", "device_memory": "192KiB", "options": patrickstar.Options(chunk_size=2048, poison=True)}
+"""Room for some blocks, each of which takes 17 KiB of weights; all model states take 400 KiB."""
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x + self.scale * self.down(nn.functional.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    """Blocks in a list, between two layers that no block owns."""
+
+    def __init__(self, block=Block, layers=6):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(block() for _ in range(layers))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).square().mean()
+
+
+def build(block=Block, model=Model, **given):
+    torch.manual_seed(0)
+    return model(block, **given)
+
+
+def batch(number=0, rows=4):
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def step(model, optimizer, number=0, rows=4):
+    loss = model(batch(number, rows))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def train_both(plain, model, steps=4, **machine):
+    """Trains a model under management, and the same one without; fails where a bit differs. Gives the statistics at the end."""
+    optimizer = adamw(plain)
+    with patrickstar.manage(model, adamw(model), **{**MOVING, **machine}) as session:
+        for number in range(steps):
+            assert torch.equal(step(plain, optimizer, number), step(model, session.optimizer, number)), number
+        stats = session.stats()
+    for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    return stats
