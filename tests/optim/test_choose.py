@@ -39,11 +39,6 @@ def test_an_unknown_kernel_is_refused_with_the_nearest_name(value, nearest, monk
     assert nearest is None or f'did you mean "{nearest}"' in str(refusal.value)
 
 
-def test_what_is_asked_for_by_argument_wins_over_the_environment(monkeypatch):
-    monkeypatch.setenv("PATRICKSTAR_ISA", "neon")
-    assert choose_kernel("torch").name == "torch"
-
-
 def test_on_the_host_there_are_passes_of_the_host_only():
     passes = choose_kernels(torch.device("cpu"))
     assert {device: each.kernel.name for device, each in passes.items()} == {"cpu": choose_kernel().name}

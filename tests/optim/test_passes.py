@@ -17,7 +17,7 @@ PASSES = TorchPasses(choose_kernel())
 def test_what_is_put_is_looked_at(adds: bool, bad: float) -> None:
     target, source = torch.ones(3, dtype=torch.bfloat16), torch.tensor([2.0, bad, 3.0])
     is_finite = torch.ones((), dtype=torch.int32)
-    PASSES.put_and_look(target, source, is_finite, adds=adds)
+    PASSES.put(target, source, adds=adds, is_finite=is_finite)
     assert target.tolist()[::2] == ([3.0, 4.0] if adds else [2.0, 3.0])
     assert is_finite.item() == (bad == 1.0) == found(target)
 

@@ -4,20 +4,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from patrickstar.optim.triton_kernels import joined, parted
-from patrickstar.optim.triton_launch import launch
-
-
-def split(master: Tensor, weight: Tensor, rest: Tensor) -> None:
-    """Writes a master into its two parts (`masters.split`)."""
-    launch(split_kernel, (master, weight, rest))
-
-
-def join(weight: Tensor, rest: Tensor, master: Tensor) -> None:
-    """Writes what two parts come to (`masters.join`)."""
-    launch(join_kernel, (weight, rest, master))
 
 
 @triton.jit

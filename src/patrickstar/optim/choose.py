@@ -26,16 +26,13 @@ _SAMPLE_NUMEL = 4_099  # several programs of a kernel, and a tail
 _log = logging.getLogger("patrickstar")
 
 
-def choose_kernel(requested: str | None = None) -> Kernel:
+def choose_kernel() -> Kernel:
     """torch's fused kernel, whose bits are the definition's where the processor fuses multiply-adds.
 
-    Args:
-        requested: a name that `PATRICKSTAR_ISA` may have; None: what the environment says.
     Raises:
-        ConfigError: a name that is not known, or a kernel that is not there yet. DeviceError: torch does not fuse on this processor.
+        ConfigError: `PATRICKSTAR_ISA` is no name that is known, or that of a kernel that is not there yet. DeviceError: torch does not fuse here.
     """
-    if requested is None:
-        requested = os.environ.get(ENVIRONMENT_VARIABLE) or "torch"
+    requested = os.environ.get(ENVIRONMENT_VARIABLE) or "torch"
     if requested in NATIVE:
         raise ConfigError(
             f"{ENVIRONMENT_VARIABLE}={requested}: native optimizer kernels arrive in a later version; "

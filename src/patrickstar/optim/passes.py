@@ -49,11 +49,11 @@ class Passes(Protocol):
             factors: what the widened gradient is multiplied with first, in order, each product rounded (0-dim fp32, on this device or on the host).
         """
 
-    def put(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
-        """Writes the source over the target, or adds it to what is there: in fp32, rounded to the target's type to nearest, ties to even."""
+    def put(self, target: Tensor, source: Tensor, *, adds: bool, is_finite: Tensor | None = None) -> None:
+        """Writes the source over the target, or adds it to what is there: in fp32, rounded to the target's type to nearest, ties to even.
 
-    def put_and_look(self, target: Tensor, source: Tensor, is_finite: Tensor, *, adds: bool) -> None:
-        """Puts as `put` does, and then looks at the target as `look` does."""
+        `is_finite`: a flag with which the target is then looked at, as `look` does.
+        """
 
     def look(self, piece: Tensor, is_finite: Tensor) -> None:
         """Makes a flag (0-dim, int32, where the piece is) 0 if there is an Inf or NaN in the piece; else leaves it as it is."""
@@ -113,15 +113,13 @@ class TorchPasses:
                 self.kernel.update(master, gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper)
                 masters.split(master, weight[span], rest[span], scratch=bits)
 
-    def put(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
+    def put(self, target: Tensor, source: Tensor, *, adds: bool, is_finite: Tensor | None = None) -> None:
         if adds:
             target.add_(source)
         else:
             target.copy_(source)
-
-    def put_and_look(self, target: Tensor, source: Tensor, is_finite: Tensor, *, adds: bool) -> None:
-        self.put(target, source, adds=adds)
-        self.look(target, is_finite)  # now, where it is in the caches
+        if is_finite is not None:
+            self.look(target, is_finite)  # now, where it is in the caches
 
     def look(self, piece: Tensor, is_finite: Tensor) -> None:
         if piece.numel():

@@ -57,22 +57,20 @@ class TritonPasses:
         )
 
     @torch.no_grad()
-    def put(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
-        if _can_put(source, target):
-            launch(kernels.put_kernel, (target, source), None, (), in_memory=(), adds=adds)
-        elif adds:
+    def put(self, target: Tensor, source: Tensor, *, adds: bool, is_finite: Tensor | None = None) -> None:
+        if is_finite is not None:
+            _check_flag(is_finite, target)
+        assert target.dtype in WIDENED, f"a plane of {target.dtype}"
+        # What comes over a link, or has a type that no plane has, is torch's to copy.
+        if source.device == target.device and source.dtype in WIDENED:
+            launch(kernels.put_kernel, (target, source), is_finite, (), in_memory=(), adds=adds)
+            return
+        if adds:
             target.add_(source)
         else:
             target.copy_(source)
-
-    @torch.no_grad()
-    def put_and_look(self, target: Tensor, source: Tensor, is_finite: Tensor, *, adds: bool) -> None:
-        if not _can_put(source, target):
-            self.put(target, source, adds=adds)
+        if is_finite is not None:
             self.look(target, is_finite)
-            return
-        _check_flag(is_finite, target)
-        launch(kernels.put_kernel, (target, source), is_finite, (), in_memory=(), adds=adds)
 
     @torch.no_grad()
     def look(self, piece: Tensor, is_finite: Tensor) -> None:
@@ -86,12 +84,6 @@ class TritonPasses:
 
     def scratch_bytes(self, numel: int, *, is_split: bool, largest: int, tensors: int) -> PassBytes:  # noqa: ARG002
         return triton_bytes(largest, tensors)  # one launch updates in registers
-
-
-def _can_put(source: Tensor, target: Tensor) -> bool:
-    """Tells whether a kernel reads the source. What comes over a link, or has a type that no plane has, is torch's to copy."""
-    assert target.dtype in WIDENED, f"a plane of {target.dtype}"
-    return source.device == target.device and source.dtype in WIDENED
 
 
 def _check_flag(is_finite: Tensor, piece: Tensor) -> None:

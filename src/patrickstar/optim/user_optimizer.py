@@ -92,14 +92,17 @@ def return_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str], sta
                 optimizer.state.pop(parameter, None)
 
 
-def begin_anew(optimizer: torch.optim.Optimizer, why: str) -> None:
+def begin_anew(optimizer: torch.optim.Optimizer) -> None:
     """Warns, once, when an optimizer that begins without the state of its session is used. One that nobody uses any more is no news."""
     told = False
 
     def tell(*_: object) -> None:
         nonlocal told
         if not told and not optimizer.state:  # it may have been given another state since
-            _log.warning("%s", why)
+            _log.warning(
+                "the optimizer passed to manage() has no state: it did not fit the host budget as whole tensors when the session was closed. "
+                "Call session.save_checkpoint(dir) before close() to keep it"
+            )
         told = True
 
     optimizer.register_step_pre_hook(tell)

@@ -102,11 +102,7 @@ class Closing:
         if not self._fits(
             needed + self._weight_bytes() + sum(gradient.nbytes for gradient in self._gradients.values())
         ):
-            begin_anew(
-                self._optimizer.original,
-                "the optimizer passed to manage() has no state: it did not fit the host budget as whole tensors when the session was closed. "
-                "Call session.save_checkpoint(dir) before close() to keep it",
-            )
+            begin_anew(self._optimizer.original)
             return
         parts.executor.pilot.stretch.reserve(needed)  # chunks make room
         return_state(self._optimizer.original, parts.binding.names, states_of(parts))

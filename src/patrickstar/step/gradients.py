@@ -74,10 +74,12 @@ class Gradients:
                 (unit,) = self.executor.use(Phase.BACKWARD, bound.name, touches, goes_on=in_block)
                 target = unit[part.start : part.stop]
                 piece = flat[part.tensor_start : part.tensor_start + target.numel()]
+                passes = self.passes[target.device.type]
                 if self.finds_overflow:
-                    self._put_and_look(name, target, piece, is_there=is_there)
+                    with self.executor.apart(), self.overflow.look(name, target.device) as is_finite:
+                        passes.put(target, piece, adds=is_there, is_finite=is_finite)
                 else:
-                    self.passes[target.device.type].put(target, piece, adds=is_there)
+                    passes.put(target, piece, adds=is_there)
         if bound.name == name:
             self.names.add(name)
         elif name not in self.names:
@@ -87,11 +89,6 @@ class Gradients:
                 del self.incomplete[name]
         if self.views.tensors:
             self.views.changed(AssembledKey(name, GRAD))
-
-    def _put_and_look(self, name: str, target: Tensor, piece: Tensor, *, is_there: bool) -> None:
-        passes = self.passes[target.device.type]
-        with self.executor.apart(), self.overflow.look(name, target.device) as is_finite:
-            passes.put_and_look(target, piece, is_finite, adds=is_there)
 
     def _look_for_overflow(self, name: str, target: Tensor) -> None:
         if self.finds_overflow:

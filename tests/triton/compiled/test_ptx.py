@@ -149,7 +149,7 @@ def test_gradients_are_added_by_one_rounded_addition(
     for place in PLACES:
         target, source = plane(kept, place), plane(comes, place)
         TritonPasses().put(target, source, adds=adds)
-        TritonPasses().put_and_look(target, source, flag(), adds=adds)
+        TritonPasses().put(target, source, adds=adds, is_finite=flag())
     if adds and kept is comes is torch.float16:
         # In fp16, mostly two at once: the sum in fp32 of two fp16 numbers, rounded to fp16, is their sum rounded once.
         assert {name for each in launched for name in each.arithmetic()} == {"add.rn.f16", "add.rn.f16x2"}
@@ -165,7 +165,7 @@ def test_gradients_are_added_by_one_rounded_addition(
 def test_a_flag_anywhere_among_others_has_the_same_kernel(launched: list[Compiled]) -> None:
     for flag in torch.ones(4, dtype=torch.int32):
         TritonPasses().look(plane(torch.float16, "aligned"), flag)
-        TritonPasses().put_and_look(*(plane(torch.float16, "aligned") for _ in range(2)), flag, adds=True)
+        TritonPasses().put(*(plane(torch.float16, "aligned") for _ in range(2)), adds=True, is_finite=flag)
     assert [len({each.key for each in launched[first::2]}) for first in range(2)] == [1, 1]
 
 
@@ -173,8 +173,8 @@ def test_what_only_moves_bits_computes_nothing(launched: list[Compiled]) -> None
     for place in PLACES:
         for kept in (torch.bfloat16, torch.float16):
             master, weight, rest = (plane(dtype, place) for dtype in (torch.float32, kept, rest_type(kept)))
-            parts.split(master, weight, rest)
-            parts.join(weight, rest, master)
+            triton_launch.launch(parts.split_kernel, (master, weight, rest))
+            triton_launch.launch(parts.join_kernel, (weight, rest, master))
         for dtype in TYPES:
             TritonPasses().look(plane(dtype, place), flag())
     assert len(launched) == 7 * len(PLACES)

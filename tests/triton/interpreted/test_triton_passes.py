@@ -117,7 +117,7 @@ def test_what_has_been_found_is_not_forgotten() -> None:
 
 def found_by_putting(target: Tensor, source: Tensor, *, adds: bool) -> bool:
     is_finite = torch.ones((), dtype=torch.int32)
-    OURS.put_and_look(target, source, is_finite, adds=adds)
+    OURS.put(target, source, adds=adds, is_finite=is_finite)
     return is_finite.item() == 1
 
 
@@ -141,13 +141,13 @@ def check_parts(master: Tensor, kept: torch.dtype, *, start: int = 0) -> None:
     weight, rest = torch.empty_like(master, dtype=kept), torch.empty_like(master, dtype=rest_type(kept))
     masters.split(master, weight, rest)
     shown, left = Plane.of(torch.zeros_like(weight), start=start), Plane.of(torch.zeros_like(rest), start=start)
-    parts.split(Plane.of(master, start=start).values, shown.values, left.values)
+    launch(parts.split_kernel, (Plane.of(master, start=start).values, shown.values, left.values))
     # Bits of NaN too: here the definition has them.
     assert torch.equal(shown.values.view(torch.int16), weight.view(torch.int16))
     assert torch.equal(left.values, rest)
     want, again = torch.empty_like(master), Plane.of(torch.empty_like(master), start=start)
     masters.join(weight, rest, want)
-    parts.join(shown.values, left.values, again.values)
+    launch(parts.join_kernel, (shown.values, left.values, again.values))
     assert torch.equal(again.values.view(torch.int32), want.view(torch.int32))
     for plane in (shown, left, again):
         plane.check_neighbours()
@@ -185,7 +185,7 @@ def test_parts_that_nobody_has_rounded_are_joined_by_their_bits(kept: torch.dtyp
         moved = rest.roll(shift).to(rest_type(kept))
         want, got = torch.empty(1 << 16), torch.empty(1 << 16)
         masters.join(kept_weight, moved, want)
-        parts.join(kept_weight, moved, got)
+        launch(parts.join_kernel, (kept_weight, moved, got))
         assert torch.equal(got.view(torch.int32), want.view(torch.int32))
 
 
@@ -222,7 +222,7 @@ def test_parts_of_a_plane_have_the_bits_of_the_whole(monkeypatch: pytest.MonkeyP
         planes = planes_of(2500, seed=10)
         OURS.update(planes[0], None, *planes[1:], step=2, hyper=hyper)
         flag = torch.ones((), dtype=torch.int32)
-        OURS.put_and_look(planes[1], planes[0], flag, adds=True)
+        OURS.put(planes[1], planes[0], adds=True, is_finite=flag)
         seen.append(torch.cat([*planes, flag.float()[None]]))
     assert different(seen[1], seen[0]) == different(seen[2], seen[0]) == 0
 
@@ -236,4 +236,4 @@ def test_planes_of_other_types_are_refused() -> None:
         with pytest.raises(AssertionError, match="a flag of"):
             OURS.look(torch.zeros(4), flag)
         with pytest.raises(AssertionError, match="a flag of"):
-            OURS.put_and_look(torch.zeros(4), torch.zeros(4), flag, adds=True)
+            OURS.put(torch.zeros(4), torch.zeros(4), adds=True, is_finite=flag)
