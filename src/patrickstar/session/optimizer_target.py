@@ -38,7 +38,8 @@ class OptimizerTarget:
         events = self.parts.events
         events.forget_abandoned_backward()
         events.check_watch()
-        self.parts.binding.whole.take_back()
+        if self.parts.binding.is_whole:
+            self.parts.binding.whole.take_back()
         self._training().step()
         if events.handed_out.watched:  # what is written to that memory from now on comes after this update
             self.parts.executor.settle()

@@ -202,7 +202,8 @@ class Events(Owner):
         if self.training is not None:
             self.training.begin_forward()
         self.check_watch()
-        self.binding.whole.take_back()
+        if self.binding.is_whole:
+            self.binding.whole.take_back()
         with self.executor.lock:
             self.stretches.begin_forward(self.registered, self.named, args, kwargs)
         self.touches.begin_forward()
