@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -46,6 +47,7 @@ def plan(**given: Any) -> int:
     has = find_resources(arguments) if machine is None else machine.resources(arguments)
     arguments, chosen = with_precision(arguments, has)
     model = source.build_on_meta()
+    gc.freeze()  # what there is by now stays, and need not be looked at each time that garbage is collected
     shape = {name: given[name] for name in ("batch_size", "seq_len")}
     forecast = predict(model, **shape, clip=given["clip"] is not None, arguments=arguments, has=has)
     if machine is not None:
