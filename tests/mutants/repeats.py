@@ -47,7 +47,7 @@ REPEATS: tuple[Mutant, ...] = (
         never("uses.get"), f"{TESTS}[used elsewhere-kept-use]"
     ),
     Fault("a-block-that-keeps-what-it-has-made-is-told", "tracing.alone:Alone._forward").by(
-        never("before"), f"{TESTS}[keeps-kept-use]"
+        never("before"), f"{TESTS}[keeps, no gradients-kept-use]"
     ),
     Fault("a-recomputed-block-is-told", "tracing.repeats:Repeats._is_odd").by(
         without("top_saved_tensors_hooks() is not None"), f"{TESTS}[recomputed-kept-use]"

@@ -148,8 +148,10 @@ def one_alone(change: Callable[[Any], Any]) -> Callable[[], nn.Module]:
     return lambda: Model(changed=lambda blocks: change(blocks[2]))
 
 
-def wider(blocks: nn.ModuleList) -> None:
-    blocks[1] = Block(1, inner=40)
+def wider(block: Block) -> None:
+    """Gives a block other shapes, of which no attribute tells."""
+    block.first.weight, block.first.bias = nn.Parameter(torch.ones(40, WIDTH)), nn.Parameter(torch.ones(40))
+    block.second.weight = nn.Parameter(torch.ones(WIDTH, 40))
 
 
 def looks_at_its_number(block: Block, x: Tensor) -> Tensor:
@@ -251,7 +253,7 @@ def eval_only() -> nn.Module:
 
 CASES: dict[str, Case] = {
     "alike": Case(Model),
-    "another width": Case(lambda: Model(changed=wider), told=3),
+    "another width": Case(one_alone(wider), told=3),
     "two frozen": Case(two_kinds(lambda block: block.requires_grad_(requires_grad=False))),
     "one frozen": Case(one_alone(lambda block: block.requires_grad_(requires_grad=False)), told=3),
     "a frozen layer": Case(one_alone(lambda block: block.first.requires_grad_(requires_grad=False)), told=3),
@@ -261,6 +263,7 @@ CASES: dict[str, Case] = {
     "another object": Case(one_alone(lambda block: setattr(block, "run", lambda own, x: mlp(own, x) * 2)), told=3),
     "its own number": Case(lambda: Model(forward=looks_at_its_number), told=0),
     "keeps": Case(lambda: Model(forward=keeps), told=0),
+    "keeps, no gradients": Case(lambda: Model(forward=keeps), told=0, context=torch.no_grad),
     "a view": Case(lambda: Model(forward=gives_a_view), told=0),
     "writes": Case(lambda: Model(forward=writes_its_input), told=0),
     "asks": Case(lambda: Model(forward=asks), told=0),
