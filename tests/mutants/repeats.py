@@ -8,16 +8,16 @@ from tests.mutants.operators import drop, never, replace, returns, without
 TESTS = "tests/tracing/test_repeats.py::test_a_model_has_the_trace_of_all_of_its_blocks"
 
 REPEATS: tuple[Mutant, ...] = (
-    Fault("blocks-of-other-shapes-are-of-one-kind", "tracing.kinds:_form").by(
+    Fault("blocks-of-other-shapes-are-of-one-kind", "tracing.block_kinds:_form").by(
         returns("tensor.dtype, tensor.device, more"), f"{TESTS}[another width-kept-use]"
     ),
-    Fault("frozen-blocks-are-of-the-kind-of-others", "tracing.kinds:_member_at").by(
+    Fault("frozen-blocks-are-of-the-kind-of-others", "tracing.block_kinds:_member_at").by(
         replace("value.requires_grad", "True"), f"{TESTS}[one frozen-kept-use]"
     ),
-    Fault("blocks-that-train-are-of-the-kind-of-others", "tracing.kinds:_member_at").by(
+    Fault("blocks-that-train-are-of-the-kind-of-others", "tracing.block_kinds:_member_at").by(
         replace("name != '_call_impl'", "name not in ('_call_impl', 'training')"), f"{TESTS}[one not training-kept-use]"
     ),
-    Fault("attributes-are-no-part-of-a-kind", "tracing.kinds:Member.is_like").by(
+    Fault("attributes-are-no-part-of-a-kind", "tracing.block_kinds:Member.is_like").by(
         replace("[mine[1], theirs[1]] == numbers", "mine[1][:1] == theirs[1][:1]"),
         f"{TESTS}[another attribute-kept-use]",
     ),
@@ -37,7 +37,7 @@ REPEATS: tuple[Mutant, ...] = (
     Fault("what-others-hold-too-dies-with-the-block", "tracing.repeats:_Telling.backward").by(
         replace("storage() is not None", "False"), f"{TESTS}[a shared table-kept-use]"
     ),
-    Fault("a-told-block-holds-the-gradient-that-it-got", "tracing.repeats:_Told.forward").by(
+    Fault("a-told-block-holds-the-gradient-that-it-got", "tracing.repeats:_Telling.output").by(
         drop("register_prehook"), f"{TESTS}[alike-kept-use]"
     ),
     Fault("gradients-of-an-input-from-elsewhere-are-not-noticed", "tracing.repeats:Repeats.expect_apart").by(

@@ -19,10 +19,10 @@ from patrickstar.core.trace import Moment, Phase
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.torch_private import call_without_hooks_of_all_modules
-from patrickstar.tracing.kinds import PLAIN, BoundTwin, Member
+from patrickstar.tracing.block_kinds import PLAIN, BoundTwin, Member
 from patrickstar.tracing.missing import MissingOperations
 from patrickstar.tracing.trial_values import KnownValues
-from patrickstar.tracing.twin import Unlike
+from patrickstar.tracing.twin import Twin, Unlike
 
 Bind = Callable[[str, Collection[str], Layout, Collection[str]], BoundTwin]
 """Makes a twin of the block at a path, with the parameters of these names in a layout, and with these blocks in it bound at once."""
@@ -94,7 +94,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def mark(tensors: list[Tensor], leaf: Any) -> Any:
-    """What stands for a leaf. Notes tensors, each once."""
+    """Gives the mark of a tensor, which is noted once; any other leaf as it is."""
     if not isinstance(leaf, Tensor | PLAIN):
         raise Unlike("an object")
     if not isinstance(leaf, Tensor):
@@ -170,14 +170,14 @@ class Alone:
         self.forward = self._moments()
 
     def _forward(self, twin: BoundTwin, given: Any, likes: Likes, contents: Sequence[Any]) -> Tensor | None:
-        """What the backward begins with. After this nobody else holds inputs and outputs."""
+        """Gives what the backward begins with. After this nobody else holds inputs and outputs."""
         tensors = fresh(likes)
         for tensor, content in zip(tensors, contents, strict=True):
             self._values.know_as(tensor, content)
         wanting = [number for number, like in enumerate(likes) if like and like.requires_grad]
         if wanting and torch.is_grad_enabled():
-            self._passing = [tensors[number] for number in wanting]
-            for number, tensor in zip(wanting, _Entry.apply(self, self._owner.anchor()), strict=True):
+            self._passing = tuple(tensors[number] for number in wanting)
+            for number, tensor in zip(wanting, Node.apply(self._passed, self._leave, anchor(self._owner)), strict=True):
                 tensors[number] = tensor
         args, kwargs = put(given, tensors)
 
@@ -193,11 +193,11 @@ class Alone:
         return done
 
     def _result(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Tensor | None:
-        """Calls the block between two marks; what its backward begins with."""
+        """Calls the block between two marks; gives what its backward begins with."""
         count = len(tensors)
-        self.mark()
+        self._mark()
         output = call_without_hooks_of_all_modules(module, *args, **kwargs)
-        self.mark()
+        self._mark()
         self.output = mapped(output, partial(mark, tensors))
         self.made = likes_of(tensors)[count:]
         self._storages = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
@@ -207,7 +207,7 @@ class Alone:
             if is_known is not None or tensor._is_view() or not (like and like.is_all):
                 raise Unlike("it gives views, or values")
         made = [tensor for tensor in made if tensor.requires_grad]
-        return _Exit.apply(self, *made) if made else None
+        return Node.apply(self._anchor, self._enter, *made) if made else None
 
     def backward(self, likes: Likes, outside: Sequence[bool]) -> tuple[tuple[Moment, ...], Likes]:
         """Moments of a backward from gradients of these forms, between two marks, and forms of the inputs' gradients.
@@ -236,30 +236,33 @@ class Alone:
             kept = [storage for storage, stays in there if stays]
             del there
             owner.recorder = TraceRecorder(owner.meter)
-            done.backward(owner.anchor().detach())
+            done.backward(self._anchor())
         if self._outgoing is None:
-            self.leave(())
+            self._leave()
         moments, outgoing = self._moments(), self._outgoing or ()
         left = self._bytes_of(kept) + sum(owner.meter.size(like.nbytes) for like in outgoing if like)
         if moments[-1].live_bytes != left or not all(like.is_all for like in outgoing if like):
             raise Unlike("it keeps what it has made")
         return moments, outgoing
 
-    def leave(self, gradients: Sequence[Tensor | None]) -> None:
-        """Takes the gradients of the inputs, with which the backward is over."""
-        self._outgoing = likes_of(gradients)
-        self.mark()
+    def _enter(self, *_: Any) -> Sequence[Tensor | None]:
+        self._mark()
+        return self._passed()
 
-    def passing(self) -> Sequence[Tensor | None]:
-        """The tensors that go in, which nobody has any more."""
+    def _leave(self, *gradients: Tensor | None) -> Sequence[None]:
+        self._outgoing = likes_of(gradients)
+        self._mark()
+        return (None,)
+
+    def _passed(self) -> Sequence[Tensor | None]:
+        """Gives what goes in, inputs or gradients, which nobody else has any more."""
         passing, self._passing = self._passing, ()
         return passing
 
-    def anchor(self) -> Tensor:
-        """A number that counts as a slot."""
-        return self._owner.anchor().detach()
+    def _anchor(self) -> Tensor:
+        return anchor(self._owner).detach()
 
-    def mark(self) -> None:
+    def _mark(self) -> None:
         """Makes a mark between moments."""
         self._owner.recorder.moment(Phase.STEP, "", (), ())
 
@@ -312,33 +315,24 @@ def _layout_of(records: Sequence[BoundParameter]) -> Layout:
     return Layout(aligned(max(1, *sizes.values())), runs, slices)
 
 
-class _Entry(torch.autograd.Function):
-    """The node of the inputs of a block that runs alone."""
+def anchor(owner: Twin) -> Tensor:
+    """A number that has a gradient, and counts as a slot."""
+    with owner.uncounted():
+        return torch.empty((), device=owner.device, requires_grad=True)
+
+
+class Node(torch.autograd.Function):
+    """A node of autograd's graph. `make`: gives its outputs; `take`: is given their gradients, and gives those of its inputs."""
 
     @staticmethod
-    def forward(ctx: Any, alone: Alone, _: Tensor) -> Any:
+    def forward(ctx: Any, make: Callable[[], Any], take: Callable[..., Any], *_: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.alone = alone
-        return tuple(alone.passing())
+        ctx.take = take
+        return make()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.alone.leave(gradients)
-        return None, None
-
-
-class _Exit(torch.autograd.Function):
-    """The node from which gradients go into a block that runs alone."""
-
-    @staticmethod
-    def forward(ctx: Any, alone: Alone, *_: Tensor) -> Any:
-        ctx.alone = alone
-        return alone.anchor()
-
-    @staticmethod
-    def backward(ctx: Any, _: Any) -> Any:
-        ctx.alone.mark()
-        return None, *ctx.alone.passing()
+        return None, None, *ctx.take(*gradients)
 
 
 class _Unseen:

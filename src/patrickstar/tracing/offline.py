@@ -37,8 +37,8 @@ from patrickstar.torch_private import (
     top_saved_tensors_hooks,
     without_modes,
 )
+from patrickstar.tracing.block_kinds import BoundTwin
 from patrickstar.tracing.cast_inputs import cast_inputs
-from patrickstar.tracing.kinds import BoundTwin
 from patrickstar.tracing.missing import MissingOperations
 from patrickstar.tracing.repeats import Repeats
 from patrickstar.tracing.side_effects import CopiedFunctions, HooklessTensors, drop_hooks, no_side_effects

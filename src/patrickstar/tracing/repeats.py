@@ -29,8 +29,8 @@ from torch import Tensor
 from patrickstar.core.trace import Moment, Phase, Touch
 from patrickstar.parameters.blocks import Place
 from patrickstar.torch_private import Plain, backward_id, top_saved_tensors_hooks
-from patrickstar.tracing.alone import Alone, Bind, fresh, is_arrival, likes_of, mapped, mark, put
-from patrickstar.tracing.kinds import HOOKS, BoundTwin, Member, kinds_in
+from patrickstar.tracing.alone import Alone, Bind, Node, anchor, fresh, is_arrival, likes_of, mapped, mark, put
+from patrickstar.tracing.block_kinds import HOOKS, BoundTwin, Member, kinds_in
 from patrickstar.tracing.missing import MissingOperations
 from patrickstar.tracing.signature import can_be_traced, signature
 from patrickstar.tracing.trial_values import KnownValues
@@ -111,13 +111,13 @@ class Repeats:
                 edges.update(node.next_functions)
                 todo += [other for other, _ in node.next_functions]
         for node in nodes:
-            if hasattr(node, "telling") and any(edges[edge] > 1 for edge in node.next_functions[1:]):
+            if hasattr(node, "take") and any(edges[edge] > 1 for edge in node.next_functions[1:]):
                 raise Unlike("an input of a block has gradients from elsewhere")
 
 
 @dataclass(slots=True, eq=False)
 class _Telling:
-    """What a block did alone, told for another one."""
+    """A block that is told: it does what one alone has done."""
 
     owner: Twin
     member: Member
@@ -141,7 +141,10 @@ class _Telling:
             self._held = [*(every[number].untyped_storage() for number in alone.held), saved]
             wanting = [tensor for tensor in tensors if tensor.requires_grad]
             told = [at for at, like in enumerate(alone.made, len(tensors)) if like and like.requires_grad]
-            with_history = _Told.apply(self, [every[at] for at in told], owner.anchor(), *wanting)
+            with_history = Node.apply(
+                partial(tuple, [every[at] for at in told]), self.backward, anchor(owner), *wanting
+            )
+            with_history[0].grad_fn.register_prehook(self.take)
             for at, tensor in zip(told, with_history, strict=True):
                 every[at] = tensor
         return put(alone.output, every)
@@ -152,8 +155,8 @@ class _Telling:
         with self.owner.uncounted():
             return tuple(None if one is None else one.new_empty(()).expand(one.shape) for one in gradients)
 
-    def backward(self) -> Sequence[Tensor | None]:
-        """Tells the backward; the gradients of the inputs that want them."""
+    def backward(self, *_: Any) -> Sequence[Tensor | None]:
+        """Tells the backward; the gradients of the inputs that want them, after that of a number that is none."""
         meter, likes = self.owner.meter, likes_of(self._gradients)
         live, held = meter.live, self._held[:-1]
         held += [one.untyped_storage() for one in self._gradients if one is not None]
@@ -164,7 +167,7 @@ class _Telling:
         gradients = fresh(outgoing)
         if meter.live != left:
             raise Unlike("others hold what the block holds")
-        return gradients
+        return None, *gradients
 
     def _tell(self, moments: Sequence[Moment], live: int) -> int:
         """Tells moments, as which begin so many bytes are alive; those that are when they are over."""
@@ -198,18 +201,3 @@ class _Telling:
         else:
             used = {touch for one in moment.touches for touch in records[one.ref.chunk].touches}
             owner.use(bound.name, sorted(used))
-
-
-class _Told(torch.autograd.Function):
-    """The node of a block that was told."""
-
-    @staticmethod
-    def forward(ctx: Any, telling: _Telling, made: Sequence[Tensor], *_: Tensor) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.telling = telling
-        ctx.register_prehook(telling.take)
-        return tuple(made)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        return None, None, None, *ctx.telling.backward()

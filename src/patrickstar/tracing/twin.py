@@ -95,11 +95,6 @@ class Twin(Owner):
         finally:
             self._making_slot = False
 
-    def anchor(self) -> Tensor:
-        """A number that has a gradient, and counts as a slot."""
-        with self.uncounted():
-            return torch.empty((), device=self.device, requires_grad=True)
-
     def _notice_backward(self) -> None:
         if backward_id() not in self._backwards:
             self._backwards.add(backward_id())
@@ -108,7 +103,7 @@ class Twin(Owner):
     def _backward_ends(self) -> None:
         if not inside_backward_node():  # not one of those inside of it, where blocks are recomputed
             for name, gradient in self._sums.take().items():
-                self._add(name, gradient, is_sum=True)
+                self.arrives(name, gradient, is_sum=True)
 
     def changed(self, key: WeightKey) -> None:
         if isinstance(key, PlaneRef):
@@ -136,7 +131,7 @@ class Twin(Owner):
         if self.adds_up(name, gradient.dtype):
             self._sums.add(name, gradient)
         else:
-            self._add(name, gradient)
+            self.arrives(name, gradient)
 
     def adds_up(self, name: str, dtype: torch.dtype) -> bool:
         """Notes that a gradient comes, and tells whether it is one of several that are added up until the backward ends."""
@@ -149,14 +144,11 @@ class Twin(Owner):
             self.binding.changes.outdate([name])
         return self.touches.adds_up(name, str(dtype).removeprefix("torch."))
 
-    def _add(self, name: str, gradient: Tensor, *, is_sum: bool = False) -> None:
-        assert self.binding is not None
-        flat = self.binding.records[name].flat(gradient)  # noqa: F841  (where it is a copy, it lives as long as a real one)
-        self.arrives(name, is_sum=is_sum)
-
-    def arrives(self, name: str, *, is_sum: bool = False) -> None:
+    def arrives(self, name: str, gradient: Tensor | None = None, *, is_sum: bool = False) -> None:
         """Writes down that a gradient has arrived."""
         assert self.binding is not None
+        # Where it is a copy, it lives as long as a real one.
+        flat = None if gradient is None else self.binding.records[name].flat(gradient)  # noqa: F841
         in_block = not is_sum and self.touches.gradients is GradientUse.CHUNK and bool(self.binding.access.open)
         for _, touches in self.touches.gradient(name):
             if not in_block or touches != self._last:
@@ -164,6 +156,3 @@ class Twin(Owner):
 
     def has_gradient(self, name: str) -> bool:  # noqa: ARG002
         raise CannotTrace("the forward reads gradients")
-
-    def is_spent(self, name: str) -> bool:  # noqa: ARG002
-        return False
