@@ -47,9 +47,12 @@ def plan(**given: Any) -> int:
     has = find_resources(arguments) if machine is None else machine.resources(arguments)
     arguments, chosen = with_precision(arguments, has)
     model = source.build_on_meta()
-    gc.freeze()  # what there is by now stays, and need not be looked at each time that garbage is collected
     shape = {name: given[name] for name in ("batch_size", "seq_len")}
-    forecast = predict(model, **shape, clip=given["clip"] is not None, arguments=arguments, has=has)
+    gc.freeze()  # what there is by now stays, and need not be looked at each time that garbage is collected
+    try:
+        forecast = predict(model, **shape, clip=given["clip"] is not None, arguments=arguments, has=has)
+    finally:
+        gc.unfreeze()
     if machine is not None:
         machine.expect_within(forecast.budget, has)
     precision = str(arguments.precision)

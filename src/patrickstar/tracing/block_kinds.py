@@ -92,11 +92,10 @@ def _member_at(path: str, twin: BoundTwin) -> Member:
         """Equal for what does the same: plain values and containers of these, tensors of one form, the very same objects."""
         if isinstance(value, PLAIN):
             return type(value), value
-        if isinstance(value, dict):
-            return type(value), [(key, trait(item)) for key, item in value.items()]
-        if isinstance(value, list | tuple | set):
-            return type(value), [*map(trait, value)]
-        number = known.setdefault(id(value), len(known))
+        is_new, number = id(value) not in known, known.setdefault(id(value), len(known))
+        if isinstance(value, dict | list | tuple | set):
+            items = [part for item in value.items() for part in item] if isinstance(value, dict) else value
+            return number, type(value), [*map(trait, items)] if is_new else None
         if isinstance(value, nn.Module):
             return number, type(value) if value in inside else object()
         if not isinstance(value, Tensor):

@@ -82,7 +82,7 @@ class Repeats:
             or top_saved_tensors_hooks() is not None
             or torch.is_anomaly_enabled()
             or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-            or any(vars(module)[hooks] for module in member.module.modules() for hooks in HOOKS)
+            or any(vars(module).get(hooks) for module in member.module.modules() for hooks in HOOKS)
         )
 
     def _one_of(self, kind: Sequence[Member], given: Any, tensors: Sequence[Tensor]) -> Alone | None:
