@@ -14,6 +14,7 @@ from tests.mutants.moving import MOVING
 from tests.mutants.mutant import Mutant
 from tests.mutants.outside import OUTSIDE
 from tests.mutants.planning import PLANNING
+from tests.mutants.repeats import REPEATS
 from tests.mutants.sixteen_bits import SIXTEEN_BITS
 from tests.mutants.streams import STREAMS
 from tests.mutants.tiles import TILES
@@ -40,6 +41,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *SIXTEEN_BITS,
     *TILES,
     *FORECASTS,
+    *REPEATS,
     *ENGINE,
     *HOMES,
     *STREAMS,

@@ -13,7 +13,7 @@ CHANGES: tuple[Mutant, ...] = (
     Fault("a-function-that-writes-is-taken-for-one-that-reads", "parameters.functions:effects_of").by(
         replace("not writes", "True"), f"{CARRIED}[clamp-bf16-deferred-emulated]"
     ),
-    Fault("a-forwards-own-change-is-not-in-the-trace", "tracing.offline:_Twin.changed").by(
+    Fault("a-forwards-own-change-is-not-in-the-trace", "tracing.twin:Twin.changed").by(
         replace("self._moment", "lambda *_: None"), f"{CARRIED}[embedding-fp32-deferred-cpu+disk]"
     ),
     Fault("a-plan-goes-on-after-a-change-that-its-trace-has-not", "step.events:Events.changed").by(
@@ -56,7 +56,7 @@ CHANGES: tuple[Mutant, ...] = (
         replace("before is not None", "before is None"),
         f"{TESTS}::test_a_change_by_hand_whose_master_cannot_be_reached_is_no_change",
     ),
-    Fault("a-trial-run-brings-parts-of-a-gradient-one-by-one", "tracing.offline:_Twin.gradient").by(
-        never("dtype"), f"{CARRIED}[clamp-bf16-fp32-deferred-emulated]"
+    Fault("a-trial-run-brings-parts-of-a-gradient-one-by-one", "tracing.twin:Twin.gradient").by(
+        never("adds_up"), f"{CARRIED}[clamp-bf16-fp32-deferred-emulated]"
     ),
 )

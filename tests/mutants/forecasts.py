@@ -94,7 +94,7 @@ FORECASTS: tuple[Mutant, ...] = (
     Fault("a-trial-run-is-part-of-a-profile", "torch_private:unprofiled").by(
         replace("False", "True"), f"{SHOWS}[a profile-roomy]"
     ),
-    Fault("a-trial-run-calls-hooks-of-saved-tensors", "tracing.offline:OfflineTracer._try").by(
+    Fault("a-trial-run-calls-hooks-of-saved-tensors", "tracing.offline:OfflineTracer._run").by(
         never("saves_on_cpu"), f"{SHOWS}[a recomputed model-roomy]"
     ),
     Fault("torch-takes-what-a-trial-run-warns-of-for-said", "tracing.side_effects:_unwarned").by(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -47,7 +48,11 @@ def plan(**given: Any) -> int:
     arguments, chosen = with_precision(arguments, has)
     model = source.build_on_meta()
     shape = {name: given[name] for name in ("batch_size", "seq_len")}
-    forecast = predict(model, **shape, clip=given["clip"] is not None, arguments=arguments, has=has)
+    gc.freeze()  # what there is by now stays, and need not be looked at each time that garbage is collected
+    try:
+        forecast = predict(model, **shape, clip=given["clip"] is not None, arguments=arguments, has=has)
+    finally:
+        gc.unfreeze()
     if machine is not None:
         machine.expect_within(forecast.budget, has)
     precision = str(arguments.precision)

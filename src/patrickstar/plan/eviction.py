@@ -16,7 +16,6 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import product
 from types import MappingProxyType
 from typing import Final
 
@@ -76,8 +75,9 @@ class Uses:
 
     def after(self, ref: PlaneRef, now: int) -> int:
         """The first moment after `now` that touches the unit, or `NEVER`: also where it has been written elsewhere by then."""
-        used, lost = _next(self._at.get(ref), now), _next(self._lost.get(ref), now)
-        if min(used, lost) == NEVER:
+        used = _next(self._at.get(ref), now)
+        lost = _next(self._lost.get(ref), now) if self._lost else NEVER
+        if used == lost == NEVER:
             return self._after.get(ref, NEVER)
         return used if used < lost else NEVER
 
@@ -173,18 +173,19 @@ class Ranking:
 
     def moved(self, *refs: PlaneRef) -> None:
         """Notes that copies of units have come or gone, or are no longer what they were."""
-        state = self._state
-        for ref, (tier, taken) in product(refs, state.taken.items()):
-            keys = self._keys[tier]
-            old, new = keys.get(ref), None
-            if ref in taken and state.home[ref] is not tier and ref not in state.stale[tier]:
-                worth = self._worth.get(ref)
-                new = _key(state, ref, tier, self._worth_now(ref, -1) if worth is None else worth)
-            if old == new:
-                continue
-            if old is not None:
-                del self._sorted[tier][bisect_left(self._sorted[tier], old)]
-                del keys[ref]
-            if new is not None:
-                insort(self._sorted[tier], new)
-                keys[ref] = new
+        state, home, worths = self._state, self._state.home, self._worth
+        for tier, taken in state.taken.items():
+            keys, in_order, stale = self._keys[tier], self._sorted[tier], state.stale[tier]
+            for ref in refs:
+                new = None
+                if ref in taken and home[ref] is not tier and ref not in stale:
+                    new = _key(state, ref, tier, worths[ref] if ref in worths else self._worth_now(ref, -1))
+                if ref in keys:
+                    old = keys[ref]
+                    if old == new:
+                        continue
+                    del in_order[bisect_left(in_order, old)]
+                    del keys[ref]
+                if new is not None:
+                    insort(in_order, new)
+                    keys[ref] = new

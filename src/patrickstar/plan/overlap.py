@@ -134,14 +134,19 @@ class _Overlap:
         for moment, actions in zip(self._trace.moments, plan.moments, strict=True):
             peak = 0  # something may come before something else has left
             for action in actions:
+                if isinstance(action, Wait):
+                    continue
                 taken = slots_taken(action, self._compute)
                 used += taken
-                peak = max(peak, used if taken > 0 else 0)
+                if taken > 0 and used > peak:
+                    peak = used
             free.append((budget - moment.nonmodel_bytes) // plan.start.slot_bytes - max(peak, used))
         return free
 
     def _move(self, index: int, actions: Sequence[Action]) -> list[Action]:
         """Moves what can be moved from a moment to earlier ones; what stays."""
+        if not actions:
+            return []
         by_unit: dict[PlaneRef, list[Action]] = defaultdict(list)
         for action in actions:
             by_unit[action.of].append(action)

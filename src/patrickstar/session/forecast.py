@@ -31,7 +31,8 @@ from patrickstar.step.budgets import Budgets, find_resources, leaves_room
 from patrickstar.step.fitting_blocks import FittingBlocks
 from patrickstar.step.resources import Resources
 from patrickstar.step.room import EARLY_BYTES
-from patrickstar.tracing.offline import CannotTrace
+from patrickstar.tracing.offline import Foreseen
+from patrickstar.tracing.twin import CannotTrace
 
 _TRIES = 4  # of budgets that may be enough
 
@@ -95,7 +96,8 @@ def forecast(
         ConfigError, DeviceError: bad options. Error: the model cannot be traced without running it.
     """
     memory = check_arguments(**memory_options)
-    make = partial(_forecast, model, batch, clip=clip, choice=choice, has=has or find_resources(memory))
+    has = has or find_resources(memory)
+    make = partial(_forecast, model, batch, clip=clip, choice=choice, has=has, traced={})
     found = make(memory)
     return found if found.refused is None else _advised(found, found.refused, memory, make)
 
@@ -130,7 +132,9 @@ def _forecast(
     clip: bool,
     choice: UpdateChoice,
     has: Resources,
+    traced: dict[frozenset[str], Foreseen],
 ) -> Forecast:
+    """One forecast. `traced`: what the forward does with these blocks bound, whatever the budgets are."""
     in_backward = memory.step == "in_backward"
     named = dict(model.named_parameters())
     setup = set_up(model, named, memory, has)
@@ -147,7 +151,7 @@ def _forecast(
         return state
 
     places = setup.places(model, names_by_id(named))
-    fitting = FittingBlocks(tracer=tracer, budgets=budgets, places=places, start=start)
+    fitting = FittingBlocks(tracer=tracer, budgets=budgets, places=places, start=start, traced=traced)
     call = model, named, (), inputs
     try:
         try:

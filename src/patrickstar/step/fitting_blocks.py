@@ -26,7 +26,7 @@ class FittingBlocks:
 
     Attributes:
         places: the outermost blocks that may be bound. start: gives where units are before a forward with this trace.
-        taken_bytes: what of the compute tier's budget the user has taken.
+        taken_bytes: what of the compute tier's budget the user has taken. traced: where all are forecasts of one forward, what it does, by blocks.
     """
 
     tracer: OfflineTracer
@@ -34,6 +34,7 @@ class FittingBlocks:
     places: tuple[Place, ...]
     start: Callable[[Trace], Residency]
     taken_bytes: Callable[[], int] = lambda: 0
+    traced: dict[frozenset[str], Foreseen] | None = None
 
     def foresee(
         self,
@@ -66,7 +67,12 @@ class FittingBlocks:
 
     def foresee_in(self, paths: Collection[str], *call: Any) -> Foreseen:
         """A forecast with these blocks bound, whether they fit or not. `call`: the first arguments of `foresee`. Raises what the tracer raises."""
-        foreseen = self.tracer.foresee(*call, blocks=paths)
+        blocks = frozenset(paths)
+        foreseen = None if self.traced is None else self.traced.get(blocks)
+        if foreseen is None:
+            foreseen = self.tracer.foresee(*call, blocks=paths)
+            if self.traced is not None:
+                self.traced[blocks] = foreseen
         return replace(foreseen, trace=with_retention(foreseen.trace, self.budgets))
 
     def unseen(self, reserve_bytes: int) -> tuple[str, ...]:

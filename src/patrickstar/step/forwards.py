@@ -23,8 +23,8 @@ from patrickstar.step.known_forwards import KnownForward, like_a_larger_one
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.room import Room
 from patrickstar.step.whole import Whole
-from patrickstar.tracing.offline import CannotTrace
 from patrickstar.tracing.signature import Signature, can_be_traced, signature
+from patrickstar.tracing.twin import CannotTrace
 from patrickstar.units import format_bytes
 
 _KEPT_KINDS = 64

@@ -16,15 +16,15 @@ _REDUCED = frozenset((_aten.mse_loss, _aten.smooth_l1_loss, _aten.binary_cross_e
 
 
 class MissingOperations(TorchDispatchMode):
-    """Answers for operations that fake tensors cannot do, in a trial run. `seer`: called with each operation and its result."""
+    """Answers for operations that fake tensors cannot do, in a trial run. `seer`: called with each operation and its result, now."""
 
     def __init__(self, seer: Callable[[Any, Any], None]) -> None:
         super().__init__()
-        self._seer = seer
+        self.seer = seer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = self._result(func, args, kwargs)
-        self._seer(func, result)
+        self.seer(func, result)
         return result
 
     def _result(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,44 +20,36 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from patrickstar.core.layout import Layout
-from patrickstar.core.planes import GradientUse, PlaneRef
+from patrickstar.core.planes import GradientUse
 from patrickstar.core.strides import dense_strides
-from patrickstar.core.trace import Phase, Touch, Trace
-from patrickstar.memory.leases import CopyKey, Leases, WeightKey
-from patrickstar.parameters.backward_sums import BackwardSums
+from patrickstar.core.trace import Trace
 from patrickstar.parameters.binding import Binding
-from patrickstar.parameters.blocks import Blocks, NotInBlocksError
-from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.blocks import Blocks, NotInBlocksError, places_in
+from patrickstar.parameters.bound import names_by_id
 from patrickstar.parameters.changes import UnseenChangeError
-from patrickstar.parameters.owner import Owner
 from patrickstar.parameters.saved import WeightChangedError
 from patrickstar.plan.fit import minimum_bytes
-from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.touches import Touches
 from patrickstar.torch_private import (
     Plain,
     Undispatched,
-    at_end_of_backward,
-    backward_id,
-    inside_backward_node,
     saves_on_cpu,
     top_saved_tensors_hooks,
+    without_modes,
 )
+from patrickstar.tracing.block_kinds import BoundTwin
 from patrickstar.tracing.cast_inputs import cast_inputs
-from patrickstar.tracing.live_bytes import LiveBytes
 from patrickstar.tracing.missing import MissingOperations
+from patrickstar.tracing.repeats import Repeats
 from patrickstar.tracing.side_effects import CopiedFunctions, HooklessTensors, drop_hooks, no_side_effects
 from patrickstar.tracing.signature import leaves
 from patrickstar.tracing.trial_values import Endless, KnownValues
+from patrickstar.tracing.twin import CannotTrace, Twin, Unlike
 
 _log = logging.getLogger("patrickstar")
 _LIKELY = 0.5
 _EXTREMES = (0.0, 1.0)
 _CPU = torch.device("cpu")
-
-
-class CannotTrace(Exception):  # noqa: N818  (a reason, not an error: the step runs without a forecast)
-    """The reason why a step cannot be traced without running it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,119 +62,6 @@ class Foreseen:
 
     trace: Trace
     by_chance: bool = False
-
-
-class _Twin(Owner):
-    """A session that owns no bytes: writes down what a step asks for. There is nothing to settle, to write back or to let go of."""
-
-    def __init__(
-        self, touches: Touches, dtypes: Mapping[str, torch.dtype], *, device: torch.device, on_device: bool
-    ) -> None:
-        self._touches = touches
-        self._dtypes = dtypes
-        self._device = device
-        self.leases = Leases(self._slot)
-        self.meter = LiveBytes(self._is_slot, on_device=on_device)
-        self.recorder = TraceRecorder(self.meter)
-        self.binding: Binding | None = None
-        self._making_slot = False
-        self._sums = BackwardSums()
-        self._backwards: set[int] = set()
-        self.in_blocks = False
-        self._updated: set[str] = set()
-        self._last: Sequence[Touch] = ()  # of the last moment
-
-    def _is_slot(self, tensor: Tensor) -> bool:
-        return self._making_slot or self.leases.is_counted(tensor)
-
-    def use(self, label: str, touches: Sequence[Touch]) -> None:
-        if backward_id() != -1:
-            if label in self._updated:
-                raise NotInBlocksError(f"{label} is used after its gradient has come")
-            self._notice_backward()
-        self._moment(self._phase(), label, touches)
-
-    def unpack(self, label: str, touches: Sequence[Touch]) -> None:
-        self._moment(Phase.BACKWARD, label, touches)
-
-    def _moment(self, phase: Phase, label: str, touches: Sequence[Touch]) -> None:
-        self.recorder.moment(phase, label, touches, self.leases.held())
-        self._last = touches
-
-    def make_copy(self, key: CopyKey) -> Tensor:
-        assert self.binding is not None
-        assert isinstance(key, str)
-        bound = self.binding.records[key]
-        return torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype, device=self._device)
-
-    def _slot(self, key: PlaneRef) -> Tensor:
-        layout = self._touches.layout
-        self._making_slot = True
-        try:
-            # A unit's tensors are of one type.
-            dtype = self._dtypes.get(layout.run_of(key.chunk).tensors[0], torch.float32)
-            return torch.empty(layout.slots(key) * layout.chunk_numel, dtype=dtype, device=self._device)
-        finally:
-            self._making_slot = False
-
-    def _notice_backward(self) -> None:
-        if backward_id() not in self._backwards:
-            self._backwards.add(backward_id())
-            at_end_of_backward(self._backward_ends)
-
-    def _backward_ends(self) -> None:
-        if not inside_backward_node():  # not one of those inside of it, where blocks are recomputed
-            for name, gradient in self._sums.take().items():
-                self._add(name, gradient)
-
-    def changed(self, key: WeightKey) -> None:
-        if isinstance(key, PlaneRef):
-            self._moment(self._phase(), self._touches.layout.run_of(key.chunk).tensors[0], [Touch(key, True)])
-        else:
-            self._carry(key)
-
-    def keeps_more(self, bound: BoundParameter) -> bool:
-        return not bound.is_copied and self._touches.keeps_rest(bound.name)
-
-    def carry(self, bound: BoundParameter, before: Tensor | None) -> None:  # noqa: ARG002
-        self._carry(bound.name)
-
-    def _carry(self, name: str) -> None:
-        for _, touches in self._touches.master(name):
-            self._moment(self._phase(), name, touches)
-
-    def _phase(self) -> Phase:
-        return Phase.FORWARD if backward_id() == -1 else Phase.RECOMPUTE
-
-    def escaped(self, key: WeightKey) -> None:  # noqa: ARG002
-        raise CannotTrace("the forward hands out a parameter's memory (numpy(), data_ptr())")
-
-    def gradient(self, name: str, gradient: Tensor) -> None:
-        self._notice_backward()
-        assert self.binding is not None
-        if self.in_blocks and self._touches.updates_at_once(name):  # where uses are not counted
-            if name in self._updated:
-                raise NotInBlocksError(f"the gradient of {name} comes in parts")
-            self._updated.add(name)
-            self.binding.changes.outdate([name])
-        if self._touches.adds_up(name, str(gradient.dtype).removeprefix("torch.")):
-            self._sums.add(name, gradient)
-        else:
-            in_block = self._touches.gradients is GradientUse.CHUNK and bool(self.binding.access.open)
-            self._add(name, gradient, in_block=in_block)
-
-    def _add(self, name: str, gradient: Tensor, *, in_block: bool = False) -> None:
-        assert self.binding is not None
-        flat = self.binding.records[name].flat(gradient)  # noqa: F841  (where it is a copy, it lives as long as a real one)
-        for _, touches in self._touches.gradient(name):
-            if not in_block or touches != self._last:
-                self._moment(Phase.BACKWARD, name, touches)
-
-    def has_gradient(self, name: str) -> bool:  # noqa: ARG002
-        raise CannotTrace("the forward reads gradients")
-
-    def is_spent(self, name: str) -> bool:  # noqa: ARG002
-        return False
 
 
 # What a loss outside of the model is taken to hold at once: a cross entropy has its log-softmax and two gradients of that size.
@@ -269,7 +148,25 @@ class OfflineTracer:
         blocks: Collection[str],
         quantile: float,
     ) -> Foreseen:
-        """One run of the twin, in which every draw is the given quantile of its distribution."""
+        """One run of the twin, in which every draw is the given quantile of its distribution, and blocks of one kind run once where that is all."""
+        run = partial(self._run, model, named, args, kwargs, blocks=blocks, quantile=quantile)
+        try:
+            return run(repeats=True)
+        except Unlike as problem:
+            _log.info("each block is traced: %s", problem)
+            return run(repeats=False)
+
+    def _run(
+        self,
+        model: nn.Module,
+        named: Mapping[str, nn.Parameter],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        blocks: Collection[str],
+        quantile: float,
+        repeats: bool,
+    ) -> Foreseen:
         fake_mode, values = FakeTensorMode(allow_non_fake_inputs=True), KnownValues(quantile)
         with ExitStack() as stack:
             stack.enter_context(no_side_effects(self.device))
@@ -279,38 +176,26 @@ class OfflineTracer:
                 raise CannotTrace("hooks of saved tensors are on, which would be called")
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(with_backward))
-            touches = self.make_touches()
-            owner = _Twin(touches, self.dtypes, device=self.device, on_device=self.on_device)  # type: ignore[abstract]  # see `Owner`
             fakes = _Fakes(fake_mode, values, self.device)
+            bind = partial(self._bind, model=model, named=named, fakes=fakes)
             try:
-                twin, twins = _twin_of(model, named, self.dtypes, fakes)
+                twin = bind("", named, self.layout, blocks)
+                owner, missing = twin.owner, MissingOperations(twin.owner.meter)
+                places = places_in(model, names_by_id(named)) if repeats else ()
+                told = Repeats(twin, places, bind, values, missing)
                 stack.enter_context(fake_mode)
-                owner.binding = Binding(
-                    twins,
-                    self.layout,
-                    owner,
-                    leases=owner.leases,
-                    counts=touches.counts,
-                    dtypes=self.dtypes,
-                    copied=self.copied,
-                    gradients=self.gradients,
-                    rewriting=owner,
-                )
-                owner.binding.let_go()
-                bound = Blocks(twin, owner.binding)
-                bound.bind(blocks)
-                owner.in_blocks = bool(bound.bound)
                 inputs, keywords = fakes.of((args, dict(kwargs)))
                 stack.enter_context(HooklessTensors())
                 stack.enter_context(values)
-                stack.enter_context(MissingOperations(owner.meter))
+                stack.enter_context(missing)
                 inputs, keywords = cast_inputs((inputs, keywords), self.compute)
-                output = twin(*inputs, **keywords)
+                output = twin.module(*inputs, **keywords)
                 del inputs, keywords
+                told.expect_apart(tensors_in(output))
                 if with_backward:
                     _backward(output, scales=self.scales)
                     del output
-            except (CannotTrace, UnseenChangeError, NotInBlocksError, WeightChangedError):
+            except (CannotTrace, Unlike, UnseenChangeError, NotInBlocksError, WeightChangedError):
                 raise
             except Endless as problem:
                 raise CannotTrace(str(problem)) from problem
@@ -322,6 +207,40 @@ class OfflineTracer:
                 reason = str(error).strip().split("\n")[0]
                 raise CannotTrace(f"{type(error).__name__}: {reason}") from error
             return Foreseen(owner.recorder.trace(), values.branches)
+
+    def _bind(
+        self,
+        path: str,
+        names: Collection[str],
+        layout: Layout,
+        blocks: Collection[str],
+        *,
+        model: nn.Module,
+        named: Mapping[str, nn.Parameter],
+        fakes: _Fakes,
+    ) -> BoundTwin:
+        """A twin of the part of a model at a path, which has these parameters. `blocks`: paths of those that are bound."""
+        touches = replace(self.make_touches(), layout=layout)
+        owner = Twin(touches, self.dtypes, device=self.device, on_device=self.on_device)  # type: ignore[abstract]  # see `Owner`
+        with without_modes():
+            twin, twins = _twin_of(model.get_submodule(path), {name: named[name] for name in names}, self.dtypes, fakes)
+            with fakes.mode:
+                owner.binding = Binding(
+                    twins,
+                    layout,
+                    owner,
+                    leases=owner.leases,
+                    counts=touches.counts,
+                    dtypes=self.dtypes,
+                    copied=self.copied,
+                    gradients=self.gradients,
+                    rewriting=owner,
+                )
+                owner.binding.let_go()
+                bound = Blocks(twin, owner.binding)
+                bound.bind(blocks)
+        owner.in_blocks = bool(bound.bound)
+        return BoundTwin(twin, owner, bound)
 
 
 @dataclass(frozen=True, slots=True)

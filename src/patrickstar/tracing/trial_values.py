@@ -64,7 +64,7 @@ class KnownValues(TorchDispatchMode):
         quantile: what a draw is, from 0 to 1.
 
     Attributes:
-        branches: whether a value that depends on draws has been asked for.
+        branches: whether a value that depends on draws has been asked for. asked: how many values have been.
     """
 
     def __init__(self, quantile: float) -> None:
@@ -72,6 +72,7 @@ class KnownValues(TorchDispatchMode):
         self._quantile = quantile
 
         self.branches = False
+        self.asked = 0
         self._reads = 0
         self._contents: dict[int, _Content] = {}
 
@@ -84,11 +85,17 @@ class KnownValues(TorchDispatchMode):
             with Undispatched(), torch.no_grad():
                 self._keep(fake, real.as_strided((numel,), (1,), 0).clone(), drawn=False)
 
+    def know_as(self, fake: Tensor, content: _Content | None) -> None:
+        """Has a tensor that has not been seen have a copy of some contents."""
+        if content is not None:
+            with Undispatched():
+                self._keep(fake, content.elements.clone(), drawn=content.drawn)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with Plain():
             if func is _aten._local_scalar_dense.default:
-                content = self._content(args[0])
+                content = self.content(args[0])
                 if content is not None:
                     return self._read(args[0], content)
                 if args[0].dtype is torch.bool and backward_id() != -1 and checks_for_nan():
@@ -103,6 +110,7 @@ class KnownValues(TorchDispatchMode):
             return result
 
     def _read(self, tensor: Tensor, content: _Content) -> Any:
+        self.asked += 1
         if content.drawn:
             self.branches = True
             self._reads += 1
@@ -135,7 +143,7 @@ class KnownValues(TorchDispatchMode):
             probability = given.get("p", given["self"])
             if not isinstance(probability, Tensor):
                 return float(self._quantile < probability or probability == 1)
-            content = self._content(probability)
+            content = self.content(probability)
             if content is None:
                 return float(self._quantile < 0.5)  # of whatever probability: each outcome in one of the runs
             with Undispatched():
@@ -146,7 +154,7 @@ class KnownValues(TorchDispatchMode):
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Gives what an operation has made or written its values, or takes them away."""
         given = [*_tensors(args), *_tensors(kwargs.values())]
-        contents = [self._content(tensor) for tensor in given]
+        contents = [self.content(tensor) for tensor in given]
         known = [content for content in contents if content is not None]
         if len(known) < len(given) or func.namespace != "aten" or func.overloadpacket in _UNDEFINED:
             self._forget_written(func, args, kwargs)
@@ -173,7 +181,7 @@ class KnownValues(TorchDispatchMode):
 
     # contents
 
-    def _content(self, tensor: Tensor) -> _Content | None:
+    def content(self, tensor: Tensor) -> _Content | None:
         """Known contents of a tensor's storage, as elements of the tensor's type."""
         if not self._contents or tensor.layout is not torch.strided or tensor.is_complex():  # a conjugate is a view
             return None
@@ -182,7 +190,7 @@ class KnownValues(TorchDispatchMode):
 
     def _fill(self, tensor: Tensor, values: Tensor | float, *, drawn: bool) -> bool:
         """Gives a tensor values. False: the tensor is too large, or a part of something without values, and its values stay unknown."""
-        content = self._content(tensor)
+        content = self.content(tensor)
         with Undispatched():
             if content is not None:
                 content.of(tensor).copy_(torch.as_tensor(values))

@@ -1,0 +1,158 @@
+"""The owner of a twin's bytes, which are none: what a step asks for is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from patrickstar.core.planes import GradientUse, PlaneRef
+from patrickstar.core.trace import Phase, Touch
+from patrickstar.memory.leases import CopyKey, Leases, WeightKey
+from patrickstar.parameters.backward_sums import BackwardSums
+from patrickstar.parameters.binding import Binding
+from patrickstar.parameters.blocks import NotInBlocksError
+from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.owner import Owner
+from patrickstar.plan.recorder import TraceRecorder
+from patrickstar.plan.touches import Touches
+from patrickstar.torch_private import at_end_of_backward, backward_id, inside_backward_node
+from patrickstar.tracing.live_bytes import LiveBytes
+
+
+class CannotTrace(Exception):  # noqa: N818  (a reason, not an error: the step runs without a forecast)
+    """The reason why a step cannot be traced without running it."""
+
+
+class Unlike(Exception):  # noqa: N818  (a reason, not an error: what is unlike runs)
+    """The reason why a block cannot be traced by what another one of its kind has done."""
+
+
+class Twin(Owner):
+    """A session that owns no bytes: writes down what a step asks for. There is nothing to settle, to write back or to let go of.
+
+    Attributes:
+        touches: what events touch. device: of its tensors. meter: of non-model bytes. recorder: of what is asked for.
+        held_beside: units that count as held beside those that are. in_blocks: whether blocks are bound.
+    """
+
+    def __init__(
+        self, touches: Touches, dtypes: Mapping[str, torch.dtype], *, device: torch.device, on_device: bool
+    ) -> None:
+        self.touches = touches
+        self._dtypes = dtypes
+        self.device = device
+        self.leases = Leases(self._slot)
+        self.meter = LiveBytes(self._is_slot, on_device=on_device)
+        self.recorder = TraceRecorder(self.meter)
+        self.binding: Binding | None = None
+        self.held_beside: Collection[PlaneRef] = ()
+        self._making_slot = False
+        self._sums = BackwardSums()
+        self._backwards: set[int] = set()
+        self.in_blocks = False
+        self._updated: set[str] = set()
+        self._last: Sequence[Touch] = ()  # of the last moment
+
+    def _is_slot(self, tensor: Tensor) -> bool:
+        return self._making_slot or self.leases.is_counted(tensor)
+
+    def use(self, label: str, touches: Sequence[Touch]) -> None:
+        if backward_id() != -1:
+            if label in self._updated:
+                raise NotInBlocksError(f"{label} is used after its gradient has come")
+            self._notice_backward()
+        self._moment(self._phase(), label, touches)
+
+    def unpack(self, label: str, touches: Sequence[Touch]) -> None:
+        self._moment(Phase.BACKWARD, label, touches)
+
+    def _moment(self, phase: Phase, label: str, touches: Sequence[Touch]) -> None:
+        self.recorder.moment(phase, label, touches, [*self.leases.held(), *self.held_beside])
+        self._last = touches
+
+    def make_copy(self, key: CopyKey) -> Tensor:
+        assert self.binding is not None
+        assert isinstance(key, str)
+        bound = self.binding.records[key]
+        return torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype, device=self.device)
+
+    def _slot(self, key: PlaneRef) -> Tensor:
+        layout = self.touches.layout
+        # A unit's tensors are of one type.
+        dtype = self._dtypes.get(layout.run_of(key.chunk).tensors[0], torch.float32)
+        with self.uncounted():
+            return torch.empty(layout.slots(key) * layout.chunk_numel, dtype=dtype, device=self.device)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """A context in which what is made counts as a slot."""
+        self._making_slot = True
+        try:
+            yield
+        finally:
+            self._making_slot = False
+
+    def _notice_backward(self) -> None:
+        if backward_id() not in self._backwards:
+            self._backwards.add(backward_id())
+            at_end_of_backward(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        if not inside_backward_node():  # not one of those inside of it, where blocks are recomputed
+            for name, gradient in self._sums.take().items():
+                self.arrives(name, gradient, is_sum=True)
+
+    def changed(self, key: WeightKey) -> None:
+        if isinstance(key, PlaneRef):
+            self._moment(self._phase(), self.touches.layout.run_of(key.chunk).tensors[0], [Touch(key, True)])
+        else:
+            self._carry(key)
+
+    def keeps_more(self, bound: BoundParameter) -> bool:
+        return not bound.is_copied and self.touches.keeps_rest(bound.name)
+
+    def carry(self, bound: BoundParameter, before: Tensor | None) -> None:  # noqa: ARG002
+        self._carry(bound.name)
+
+    def _carry(self, name: str) -> None:
+        for _, touches in self.touches.master(name):
+            self._moment(self._phase(), name, touches)
+
+    def _phase(self) -> Phase:
+        return Phase.FORWARD if backward_id() == -1 else Phase.RECOMPUTE
+
+    def escaped(self, key: WeightKey) -> None:  # noqa: ARG002
+        raise CannotTrace("the forward hands out a parameter's memory (numpy(), data_ptr())")
+
+    def gradient(self, name: str, gradient: Tensor) -> None:
+        if self.adds_up(name, gradient.dtype):
+            self._sums.add(name, gradient)
+        else:
+            self.arrives(name, gradient)
+
+    def adds_up(self, name: str, dtype: torch.dtype) -> bool:
+        """Notes that a gradient comes, and tells whether it is one of several that are added up until the backward ends."""
+        self._notice_backward()
+        assert self.binding is not None
+        if self.in_blocks and self.touches.updates_at_once(name):  # where uses are not counted
+            if name in self._updated:
+                raise NotInBlocksError(f"the gradient of {name} comes in parts")
+            self._updated.add(name)
+            self.binding.changes.outdate([name])
+        return self.touches.adds_up(name, str(dtype).removeprefix("torch."))
+
+    def arrives(self, name: str, gradient: Tensor | None = None, *, is_sum: bool = False) -> None:
+        """Writes down that a gradient has arrived."""
+        assert self.binding is not None
+        # Where it is a copy, it lives as long as a real one.
+        flat = None if gradient is None else self.binding.records[name].flat(gradient)  # noqa: F841
+        in_block = not is_sum and self.touches.gradients is GradientUse.CHUNK and bool(self.binding.access.open)
+        for _, touches in self.touches.gradient(name):
+            if not in_block or touches != self._last:
+                self._moment(Phase.BACKWARD, name, touches)
+
+    def has_gradient(self, name: str) -> bool:  # noqa: ARG002
+        raise CannotTrace("the forward reads gradients")
