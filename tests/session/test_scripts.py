@@ -171,10 +171,23 @@ def test_so_it_does_where_updates_come_in_backward(line: str, kind: str, machine
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("machine", ["roomy", "unbounded"])
-@pytest.mark.parametrize("line", IN_BACKWARD)
-def test_so_it_does_where_parameters_keep_their_bytes(line: str, machine: str, tmp_path: Path) -> None:
-    run(line, "fp32", step="in_backward", **PLACES[machine](tmp_path / "disk"))
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("step", "line", "kind", "machine"),
+    [
+        (step, *case)
+        for step, lines in (("deferred", LINES + ADDING), ("in_backward", IN_BACKWARD))
+        for case in runs(lines, fp16=step == "deferred")
+        if case[2] in ("roomy", "unbounded")
+    ],
+)
+def test_so_it_does_where_parameters_keep_their_bytes(step: str, line: str, kind: str, machine: str) -> None:
+    script = Script(kind, step=step, **PLACES[machine](Path()))
+    try:
+        script.run(line.replace("planned(4,1)", "planned(5)"))  # where nothing has to move no step is out of plan
+        assert script.session.stats().binding == "whole"
+    finally:
+        script.close()
 
 
 @pytest.mark.sampled

@@ -16,7 +16,8 @@ Note [Whole]
     each forward and step, and before state is read: whether modules have the same parameters, and these the same memory. The first forward that
     does not fit has them bound by use from then on.
     With `step="in_backward"` an update follows the gradient, unless the trace has it that this waits, or somebody has a view of the parameter; a
-    tensor that refuses every use stands in `p.grad` from then on, and as long as it does nobody has zeroed the gradient.
+    tensor that refuses every use stands in `p.grad` from then on, and as long as it does nobody has zeroed the gradient. Until the backward ends the
+    parameter is a stand-in: a function or a hook that uses it is refused.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from patrickstar.parameters.transforms import expect_no_transform
 from patrickstar.parameters.weight_access import WeightAccess
 from patrickstar.parameters.whole_parameters import WholeParameters
 from patrickstar.plan.touches import UseCounts
-from patrickstar.torch_private import Plain, transform_level
+from patrickstar.torch_private import Plain, backward_id, transform_level
 
 
 class Found(NamedTuple):
@@ -120,6 +121,7 @@ class Binding:
         self.names = names_by_id(named)
         by_id = {id(bound.parameter): bound for bound in self.records.values()}
         self._bound = {} if whole else by_id.copy()
+        self._withheld: dict[BoundParameter, Tensor] = {}
         self._in_tiles = {key: bound for key, bound in self._bound.items() if bound.tiles}
         self._effects: dict[Callable[..., Any], Effects] = {}
 
@@ -131,8 +133,8 @@ class Binding:
         self.access = WeightAccess(self.records, owner, leases, counts, alias_class=self._alias_class, base=base)
         self.assembled = AssembledTensors(self.access, self._assembled_class, device=device)
         self.changes = Changes(self.access, self.assembled, self._owners_of, rewriting)
-        self.gradients = GradientAccess(self.access, self.assembled, gradients, by_id)
-        self.whole = WholeParameters(list(self), owner, leases, self.gradients, device)
+        self.gradients = GradientAccess(self.access, self.assembled, gradients, by_id, narrow=rewriting is not None)
+        self.whole = WholeParameters(list(self), owner, leases, self.gradients, self.changes, device=device)
         if whole:
             self.gradients.stay_put()
         self.saved = SavedTensors(
@@ -166,6 +168,29 @@ class Binding:
                 bound.parameter.__class__ = nn.Parameter
             self.whole.take()
 
+    def withhold(self, name: str) -> None:
+        """Takes the bytes of a parameter away that keeps its own, until its backward has ended: that is to see no value of after the update."""
+        bound = self.by_name[name]
+        self._withheld[bound] = bound.parameter.data
+        self._bound[id(bound.parameter)] = bound
+        bound.parameter.data = bound.standin
+        bound.parameter.__class__ = self.parameter_class
+
+    def give_back(self) -> None:
+        """Gives parameters their bytes again."""
+        with Plain():
+            while self._withheld:
+                bound, data = self._withheld.popitem()
+                del self._bound[id(bound.parameter)]
+                bound.parameter.__class__ = nn.Parameter
+                bound.parameter.data = data
+
+    def take_back(self) -> None:
+        """Takes over what was done by hand to parameters that keep their bytes, if any do, and no backward is under way."""
+        if self.is_whole and backward_id() == -1:
+            self.give_back()
+            self.whole.take_back()
+
     def release(self, data_of: Callable[[BoundParameter], Tensor | None]) -> None:
         """Turns every parameter into an ordinary one again, with the data given; where that is None, the parameter stays a stand-in."""
         with Plain():
@@ -186,7 +211,8 @@ class Binding:
 
     def is_managed(self, tensor: Tensor) -> bool:
         """Tells whether a tensor is a managed parameter, and has the class of one."""
-        return id(tensor) in self.names and type(tensor) is (nn.Parameter if self.is_whole else self.parameter_class)
+        kinds = (nn.Parameter, self.parameter_class) if self.is_whole else (self.parameter_class,)
+        return id(tensor) in self.names and type(tensor) in kinds
 
     def are_managed(self) -> bool:
         """Tells whether every parameter has the class of one that is managed."""

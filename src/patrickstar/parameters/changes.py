@@ -7,13 +7,15 @@ Note [Changes in place]
     a trial run as in earnest, and a change is a moment of its own, which writes what the use before it has only read.
     Where more is kept than a weight shows (a split master), its elements must be compared with what they were. That is remembered before
     operations that write by their name, their arguments or their schema; a change by any other is an error.
+    Of parameters that keep their bytes (Note [Whole] in `binding.py`) nobody sees uses: such elements are remembered all the time, and compared
+    before an update and where a master is read; before a forward only where torch has counted changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,6 +49,14 @@ class WatchedUse:
     before: Mapping[str, Tensor]
 
 
+@dataclass(slots=True)
+class _Followed:
+    """A parameter that keeps its bytes, as the session knows it: its version, and its elements, unless a copy of these is kept anyway."""
+
+    version: int
+    elements: Tensor | None
+
+
 @dataclass(frozen=True, slots=True)
 class Changes:
     """The one who notices what uses change.
@@ -55,12 +65,14 @@ class Changes:
         access: whose owner is told. assembled: what stands for the optimizer's state.
         owners_of: gives the records of the parameters that tensors, in nested containers, are or lie in.
         rewriting: who carries changes to where more is kept than a weight shows, if anybody does.
+        followed: parameters that keep their bytes, by name, and of which more is kept.
     """
 
     access: WeightAccess
     assembled: AssembledTensors
     owners_of: Callable[[Any], list[BoundParameter]]
     rewriting: Rewriting | None
+    followed: dict[str, _Followed] = field(default_factory=dict)
 
     def watch(
         self,
@@ -90,11 +102,7 @@ class Changes:
         if rewriting is None:
             return {}
         with torch.inference_mode(False), torch.no_grad(), Plain():
-            return {
-                bound.name: self.access.lease(bound.key)[bound.offset : bound.offset + bound.shape_only.numel()].clone()
-                for bound in parameters
-                if rewriting.keeps_more(bound)
-            }
+            return {bound.name: self._elements(bound).clone() for bound in parameters if rewriting.keeps_more(bound)}
 
     def tell(self, watched: WatchedUse) -> None:
         """Tells of what a use has changed, once it has run.
@@ -143,6 +151,35 @@ class Changes:
                 '(torch.library.custom_op(mutates_args=)), or manage with Options(compute="fp32") or precision="fp32"'
             )
 
+    # changes of which nobody tells
+
+    def follow(self, parameters: Iterable[BoundParameter]) -> None:
+        """Remembers parameters that keep their bytes as they are now, as far as more is kept of them than they show."""
+        for bound in parameters:
+            elements = self.remember([bound]).get(bound.name)
+            if bound.is_copied or elements is not None:
+                self.followed[bound.name] = _Followed(bound.tensor()._version, elements)
+
+    def look(self, bound: BoundParameter, *, counted: bool = False) -> None:
+        """Carries a change of a parameter that keeps its bytes to where more is kept of it. `counted`: only one that torch has counted."""
+        known = self.followed.get(bound.name)
+        if known is None:
+            return
+        with self.access.lock, Plain(), torch.no_grad():
+            before, known.version = known.version, bound.tensor()._version
+            if counted and known.version == before:
+                return
+            if known.elements is None:
+                self.access.owner.changed(bound.key)
+            elif not torch.equal(self._elements(bound).view(torch.int16), known.elements.view(torch.int16)):
+                assert self.rewriting is not None
+                self.rewriting.carry(bound, known.elements)
+                known.elements.copy_(self._elements(bound))
+
+    def _elements(self, bound: BoundParameter) -> Tensor:
+        """The elements of a parameter whose bytes are there: 1-D, in slot order."""
+        return self.access.lease(bound.key)[bound.offset : bound.offset + bound.shape_only.numel()]
+
     # changes by the library
 
     def outdate(self, names: Iterable[str]) -> None:
@@ -158,6 +195,12 @@ class Changes:
         for bound in with_tiles(self.access.records, names) if living else ():
             if bound.name in living:
                 self.access.owner.renew(bound.name, self.access.lease(bound.name))
+        for name in names if self.followed else ():
+            known, bound = self.followed.get(name), self.access.records[name]
+            if known is not None:
+                known.version = bound.tensor()._version
+                if known.elements is not None:
+                    known.elements.copy_(self._elements(bound))
         self.access.owner.updated()
 
     def is_shown(self, name: str) -> bool:

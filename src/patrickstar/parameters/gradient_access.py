@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -30,18 +30,27 @@ class GradientAccess:
 
     Args:
         assembled: what stands for gradients in chunks. use: where gradients go. bound: the records of parameters and tiles, by `id()`.
+        narrow: whether there are parameters of 16 bits.
 
     Attributes:
         arrives: is told of each gradient of a block that is open, before the owner is.
         are_kept: tells whether the session may have a gradient of any of them.
-        comes: is told of one that autograd is about to add to `p.grad`, where parameters keep their
-            bytes and gradients are used as they come.
+        comes: is told of one that autograd is about to add to `p.grad`, where parameters keep their bytes and somebody has to know.
         own: the parameters whose gradient is the user's own, by name. stay: True where gradients stay the tensors that autograd made.
         are_used: True where gradients are used as they come. used: what stands for them then, where parameters keep their bytes.
+        widen: True where gradients that are more than 16 bits can hold (of several backwards, or multiplied) lie in chunks, wherever parameters do.
+        made: gradients of backwards that have ended, as autograd made them, each with its version, by name and in the order in which they came, where
+            they may become more.
     """
 
     def __init__(
-        self, access: WeightAccess, assembled: AssembledTensors, use: GradientUse, bound: Mapping[int, BoundParameter]
+        self,
+        access: WeightAccess,
+        assembled: AssembledTensors,
+        use: GradientUse,
+        bound: Mapping[int, BoundParameter],
+        *,
+        narrow: bool,
     ) -> None:
         self._bound = bound
         self._by_name = access.records
@@ -59,6 +68,8 @@ class GradientAccess:
         self.arrives: Callable[[BoundParameter], None] = lambda _: None
         self.used = UsedGradients(assembled, access.records)
         self.are_used = use is GradientUse.UPDATE
+        self.widen = use is GradientUse.CHUNK and narrow
+        self.made: dict[str, tuple[weakref.ref[Tensor], int]] = {}
         self.own: set[str] = set()
         self.comes: Callable[[str], None] = lambda _: None
 
@@ -70,6 +81,7 @@ class GradientAccess:
 
     def lie_apart(self) -> None:
         """Has gradients go where the session keeps them from now on, but for those that there are."""
+        self.hide(list(self._shown))
         self.own = {name for name, _ in self.owned()}
         self._unhook()
         self.stay = False
@@ -82,7 +94,7 @@ class GradientAccess:
         take = partial(GradientAccess._take, weakref.proxy(self))
         handle = bound.parameter.register_post_accumulate_grad_hook(take)
         self._hooks[bound] = handle
-        if self.stay and self.are_used:
+        if self.stay and (self.are_used or self.widen):
             node = get_gradient_edge(bound.parameter).node
             self._early[node] = node.register_prehook(partial(GradientAccess._expect, weakref.proxy(self), bound))
         # Ours comes first, so that the user's hooks see the accumulated gradient, as in PyTorch. torch walks the plain dict underneath the
@@ -97,6 +109,9 @@ class GradientAccess:
         """Takes nothing off any more: gradients are ordinary parameters'."""
         self._unhook()
         self.used.forget()
+        for bound in list(self._shown):
+            bound.parameter.grad = None
+        self._shown.clear()
         self.own.clear()
 
     def _unhook(self) -> None:
@@ -108,6 +123,8 @@ class GradientAccess:
     def _expect(self, bound: BoundParameter, _: object) -> None:
         with self._access.lock, Plain():
             self.comes(bound.name)
+            if not self.are_used:
+                return
             # Whoever else has a hook is to see the gradient that there is, before it is used: ours is the last.
             hooks, ours = bound.parameter._post_accumulate_grad_hooks, self._hooks[bound].id
             if next(reversed(hooks)) != ours:
@@ -191,6 +208,21 @@ class GradientAccess:
                 elif shown is not None:
                     bound.parameter.grad = None
 
+    def take_back(self) -> None:
+        """Takes over what has become of gradients that lie in chunks, where nobody tells: they were zeroed, or others were assigned."""
+        with Plain():
+            shown = list(self._shown)
+            self.hide(shown)
+            self.show(shown)
+
+    def are_shown(self, names: Iterable[str]) -> bool:
+        """Tells whether `p.grad` of these parameters has been made to show what lies in chunks."""
+        return self._shown.keys() >= {self._by_name[name] for name in names}
+
+    def is_made(self, name: str, own: Tensor) -> bool:
+        """Tells whether a gradient is what autograd has made, in a backward that has ended."""
+        return name in self.made and self.made[name][0]() is own
+
     def is_not_own(self, name: str) -> None:
         """Notes that the user has let go of a parameter's own gradient: the next one goes to the owner again, if that keeps gradients."""
         if not self.stay:
@@ -199,7 +231,8 @@ class GradientAccess:
     def own_of(self, name: str) -> Tensor | None:
         """The gradient of a parameter that is the user's own, if there is one."""
         with Plain():
-            return self._by_name[name].parameter.grad if name in self.own and not self.used.there([name]) else None
+            own = self._by_name[name].parameter.grad if name in self.own else None
+            return own if self._assembled.of(own) is None else None
 
     def owned(self) -> Iterator[tuple[str, Tensor]]:
         """The gradients that are the user's own, each after the name of its parameter."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Touch
+from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey, Key, Leases, WeightKey
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.owner import Owner
@@ -32,6 +33,8 @@ class WeightAccess:
         held: how many uses and module calls hold a parameter now, of those that are held.
         open: parameters that a block's backward holds, each with the 1-D tensor that it lies in, which is the same for all who ask meanwhile.
         in_blocks: parameters of blocks, by `id()`.
+        updated: parameters and tiles, by name, that the backward under way has updated, so that it must not use them any more.
+        is_surprised: whether a backward has wanted one of these.
         recomputed: versions of parameters, by `id()`, at which a recomputation of a forward, in backward, has left them.
     """
 
@@ -55,6 +58,8 @@ class WeightAccess:
         self.held: dict[BoundParameter, int] = {}
         self.open: dict[BoundParameter, Tensor] = {}
         self.in_blocks: set[int] = set()
+        self.updated: set[str] = set()
+        self.is_surprised = False
         self.recomputed: dict[int, int] = {}
         self._in_unit: dict[PlaneRef, tuple[list[int], list[BoundParameter]]] = {}  # by rising offset, in bytes
         in_units = [bound for bound in records.values() if not bound.tiles]
@@ -71,6 +76,8 @@ class WeightAccess:
             return {}
         if transform_level() is not None:
             expect_no_transform(f"a use of {found[0].name}")
+        if self.updated and tell is None and backward_id() != -1:
+            self._expect_none_updated(found)
         with self.lock:
             touches = found[0].touches
             if len(found) > 1:
@@ -84,6 +91,17 @@ class WeightAccess:
                     with NotInference():
                         bound.tensor().data = torch.as_strided(leased[bound.key], *bound.view)
             return leased
+
+    def _expect_none_updated(self, found: Sequence[BoundParameter]) -> None:
+        """Raises StateError where a use in the backward would see a value of after the update. See Note [Updates in backward]."""
+        for bound in found:
+            if bound.name in self.updated:
+                self.is_surprised = True
+                raise StateError(
+                    f'{bound.name} is used by a backward that has updated it already (step="in_backward"): a function or a hook uses it there, and '
+                    'no trace of the forward shows that. Manage with step="deferred", or call session.load_checkpoint(dir) and go on: from now on '
+                    "updates wait until the backward ends"
+                )
 
     def _fetched(
         self,

@@ -13,6 +13,7 @@ from patrickstar.errors import StateError
 from patrickstar.memory.leases import Leases
 from patrickstar.parameters.attributes import not_its_own
 from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.changes import Changes
 from patrickstar.parameters.gradient_access import GradientAccess
 from patrickstar.parameters.owner import Owner
 from patrickstar.torch_private import Plain
@@ -32,6 +33,7 @@ class WholeParameters:
 
     Args:
         records: of all of them. owner: brings the bytes. leases: of the slots. gradients: what `.grad` is. device: where the parameters are.
+        changes: carries changes by hand to where more is kept than a parameter shows.
     """
 
     def __init__(
@@ -40,12 +42,15 @@ class WholeParameters:
         owner: Owner,
         leases: Leases,
         gradients: GradientAccess,
+        changes: Changes,
+        *,
         device: torch.device | None,
     ) -> None:
         self._records = records
         self._owner = owner
         self._leases = leases
         self._gradients = gradients
+        self._changes = changes
         self._device = device or torch.device("cpu")
         self._addresses: list[tuple[BoundParameter, int]] = []
         self._trained: set[str] = set()
@@ -58,15 +63,23 @@ class WholeParameters:
         trained = [bound for bound in self._records if bound.tensor().requires_grad]
         self._trained = {bound.name for bound in trained}
         self._gradients.stay_put()
-        for bound in trained if self._gradients.are_used else trained[:1]:  # one tells of a backward
+        for bound in (
+            trained if self._gradients.are_used or self._gradients.widen else trained[:1]
+        ):  # one tells of a backward
             self._gradients.watch(bound)
+        if self._gradients.widen:
+            self._gradients.show(trained)
+        self._changes.follow(self._records)
 
     def _hold(self, bound: BoundParameter) -> None:
         parameter, place = bound.parameter, bound.shape_only
         if not place.numel():
             return
         self._owner.use(bound.name, bound.touches)
-        part = self._leases.take_part(bound.ref, slice(bound.offset, bound.offset + place.numel()))
+        if bound.is_copied:
+            part = self._leases.take_copy(bound.name, self._owner.make_copy)
+        else:
+            part = self._leases.take_part(bound.ref, slice(bound.offset, bound.offset + place.numel()))
         storage: Any = part.untyped_storage()  # which the parameter has for good, and with it leads to its owner
         storage.managed_by = weakref.ref(self._owner)
         gradient, parameter.grad = parameter.grad, None
@@ -88,6 +101,8 @@ class WholeParameters:
                     self._owner.thawed(bound.name)
                     self._trained.add(bound.name)
                     self._gradients.watch(bound)
+                    self._changes.follow([bound])
+                self._changes.look(bound, counted=True)
 
     def _take_value(self, bound: BoundParameter) -> None:
         value, place = bound.parameter.data, bound.shape_only
@@ -101,3 +116,4 @@ class WholeParameters:
     def forget(self) -> None:
         """Notices nothing any more: parameters are bound by use from now on, or nobody's."""
         self._addresses.clear()
+        self._changes.followed.clear()

@@ -176,7 +176,7 @@ def build_step(
         assembling=Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=steps),
         is_managed=binding.is_managed,
         are_managed=binding.are_managed,
-        take_back=lambda: binding.whole.take_back() if binding.is_whole else None,
+        take_back=binding.take_back,
         is_whole=lambda: not whole.why,
         close_block=binding.access.close,
         advice=lambda: (

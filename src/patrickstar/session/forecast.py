@@ -31,7 +31,7 @@ from patrickstar.step.budgets import Budgets, find_resources, leaves_room
 from patrickstar.step.fitting_blocks import FittingBlocks
 from patrickstar.step.resources import Resources
 from patrickstar.step.room import EARLY_BYTES
-from patrickstar.tracing.offline import CannotTrace
+from patrickstar.tracing.offline import CannotTrace, Foreseen
 
 _TRIES = 4  # of budgets that may be enough
 
@@ -157,7 +157,7 @@ def _forecast(
     except CannotTrace as problem:
         raise Error(f"the model cannot be traced without running it, so there is no forecast: {problem}") from problem
     step = foreseen.trace
-    whole_gradients = _whole_gradients(setup, step, by_chance=foreseen.by_chance)
+    whole_gradients = _whole_gradients(setup, foreseen)
     clips = clip or memory.max_grad_norm is not None
     late = kept_gradients(step, layout)
     takes_norm = clips and not in_backward
@@ -219,10 +219,10 @@ def _forecast(
     )
 
 
-def _whole_gradients(setup: Setup, step: Trace, *, by_chance: bool) -> int | None:
+def _whole_gradients(setup: Setup, foreseen: Foreseen) -> int | None:
     """Bytes of gradients that no trace has, where parameters keep their bytes in such a step; None where they are bound by use."""
-    state_bytes, gradient_bytes = setup.sizes(setup.kept_gradients(None if by_chance else step))
-    if setup.by_use or not setup.budgets.hold(state_bytes, step.peak):
+    state_bytes, gradient_bytes = setup.sizes(setup.kept_gradients(None if foreseen.by_chance else foreseen.trace))
+    if setup.by_use or foreseen.by_use or not setup.budgets.hold(state_bytes, foreseen.trace.peak):
         return None
     return gradient_bytes
 

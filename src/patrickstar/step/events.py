@@ -204,7 +204,9 @@ class Events:
         """
         if self.to.is_whole():
             if not is_ordinary_call() or is_running_in("torch.nn.utils.stateless") or os.getpid() != self._process:
-                return args, kwargs  # nobody has to see it: the parameters are ordinary, or others, or a forked child's
+                return cast_inputs(
+                    (args, kwargs), self.compute
+                )  # nobody has to see it: parameters are ordinary, or others, or a forked child's
         else:
             try:
                 expect_ordinary_call(module, args, kwargs, self.to.outside)

@@ -14,14 +14,14 @@ from torch import Tensor
 from patrickstar.core.layout import ALIGNMENT, Layout, Part
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
-from patrickstar.core.trace import Phase
+from patrickstar.core.trace import Phase, Touch
 from patrickstar.memory.lanes import Task
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.passes import Passes
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.planner import Planner
-from patrickstar.plan.touches import update_parts
+from patrickstar.plan.touches import update_touches
 from patrickstar.step.executor import Executor
 from patrickstar.step.gradients import Gradients, in_plane
 from patrickstar.step.pending_step import PendingStep
@@ -175,25 +175,34 @@ class OptimizerStep:
     def update_now(
         self,
         bound: BoundParameter,
-        gradient: Tensor,
+        gradient: Tensor | None,
         *,
         hyper: Hyper,
-        gather: Callable[[BoundParameter, Part, Tensor, Hyper], bool],
+        gather: Callable[[BoundParameter, Part, Tensor, Hyper], bool] = lambda *_: False,
     ) -> None:
-        """Updates one parameter, or tile, from a gradient that has just arrived and is its whole gradient, but for what `gather` has taken."""
-        name = bound.name
+        """Updates one parameter, or tile, from its whole gradient, but for what `gather` has taken. `gradient`: None where it lies in its plane."""
+        name, formats = bound.name, self.planner.formats.now
+        self.binding.changes.look(bound)
         with self.executor.apart():
             # As it would come out of its plane, whenever the update is done.
-            form = self.planner.formats.now.of(PlaneRef(bound.ref.chunk, GRAD), self.layout)
-            flat = bound.flat(gradient).to(torch_type(form))
-            for part, touches in update_parts(self.layout, name, formats=self.planner.formats.now):
-                piece = flat[part.tensor_start : part.tensor_start + part.stop - part.start]
-                if not gather(bound, part, piece, hyper):
-                    units = self.executor.use(Phase.BACKWARD, name, touches)
-                    planes = self._planes(
-                        part.chunk, {touch.ref: unit for touch, unit in zip(touches, units, strict=True)}
-                    )
-                    planes.update(slice(part.start, part.stop), piece, step=self.steps[bound.owner], hyper=hyper)
+            form = formats.of(PlaneRef(bound.ref.chunk, GRAD), self.layout)
+            flat = None if gradient is None else bound.flat(gradient).to(torch_type(form))
+            for part in self.layout.parts(name):
+                kept = PlaneRef(part.chunk, GRAD)
+                touches = update_touches(part.chunk, self.layout, formats, *([Touch(kept)] if flat is None else []))
+                span, tensor_stop = slice(part.start, part.stop), part.tensor_start + part.stop - part.start
+                piece = None if flat is None else flat[part.tensor_start : tensor_stop]
+                if piece is not None and gather(bound, part, piece, hyper):
+                    continue
+                found = self.executor.use(Phase.BACKWARD, name, touches)
+                units = {touch.ref: unit for touch, unit in zip(touches, found, strict=True)}
+                self._planes(part.chunk, units).update(
+                    span,
+                    units[kept][span] if piece is None else piece,
+                    step=self.steps[bound.owner],
+                    hyper=hyper,
+                    factors=self.in_chunks.factors.get(name, ()),
+                )
         self.binding.changes.stepped([name])
 
     def _planes(self, chunk: int, units: Mapping[PlaneRef, Tensor]) -> _Planes:

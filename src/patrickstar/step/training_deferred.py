@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from patrickstar.core.trace import Phase, Trace
+from patrickstar.errors import StateError
 from patrickstar.memory.device_failure import noticed_at
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import Norm, clip_factor, norm_of
 from patrickstar.optim.passes import Passes
+from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.touches import gradient_parts
 from patrickstar.step.gradients import in_plane
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.overflow import OverflowFlag, names_of, read
 from patrickstar.step.pending_step import Factors
 from patrickstar.step.training import Training
-from patrickstar.step.whole import Whole
-from patrickstar.torch_private import backward_id
+from patrickstar.torch_private import Plain, backward_id
+
+_IN_PARTS = (
+    "{} has two gradients in one backward, or in two without a forward or a step in between (re-entrant checkpointing): they would not be added up "
+    "as 16 bits have them. Call checkpoint() with use_reentrant=False"
+)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -29,7 +38,7 @@ class DeferredTraining(Training):
     """Training with gradients that are kept until `step()`. See Note [Pending step].
 
     Attributes:
-        passes: by type of device. max_grad_norm: clipping at every step, or None. whole: takes the step where parameters keep their bytes.
+        passes: by type of device. max_grad_norm: clipping at every step, or None.
     """
 
     in_backward = False
@@ -37,9 +46,13 @@ class DeferredTraining(Training):
     late_planes: LatePlanes
     passes: Mapping[str, Passes]
     max_grad_norm: float | None
-    whole: Whole
 
     _norm: Tensor | None = None  # of the gradients as they are, taken before `step`
+    _came: set[str] = field(default_factory=set)  # in this backward, and left where autograd has made them
+
+    def __post_init__(self) -> None:
+        self.binding.gradients.comes = partial(DeferredTraining._comes, weakref.proxy(self))
+        self.whole.leaving = partial(DeferredTraining._put_in_chunks, weakref.proxy(self))
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Takes a gradient that has arrived, which autograd keeps where nothing has to move."""
@@ -48,12 +61,96 @@ class DeferredTraining(Training):
             stretch.gives_gradients()
         if self._bringing != backward_id():
             self._notice_backward()
-        if not self.binding.gradients.stay:
-            self._keep(self.binding.records[name], gradient)
+        bound, gradients = self.binding.records[name], self.binding.gradients
+        if not gradients.stay:
+            self._keep(bound, gradient)
+        elif name in self.in_chunks.names:
+            bound.parameter.grad = None
+            self.in_chunks.add(bound, gradient)
+            gradients.show([bound])
+
+    # gradients of 16 bits, where parameters keep their bytes
+
+    def _comes(self, name: str) -> None:
+        """Makes way for a gradient that autograd is about to add to `p.grad`: those of several backwards add up in chunks, in fp32."""
+        bound, gradients = self.binding.by_name[name], self.binding.gradients
+        if self._bringing != backward_id():
+            self._notice_backward()
+        gradients.hide([bound])
+        own = gradients.own_of(name)
+        if name in self._came:
+            raise StateError(_IN_PARTS.format(name))
+        if own is None or gradients.is_made(name, own):
+            self._came.add(name)
+        if own is not None and gradients.is_made(name, own):
+            self._put_in_chunk(bound, own)
+
+    def _put_in_chunk(self, bound: BoundParameter, own: Tensor) -> None:
+        self._make_fit(bound, own)
+        bound.parameter.grad = None
+        del self.binding.gradients.made[bound.name]
+        self.in_chunks.add(bound, own)
+        self.in_chunks.whole.add(bound.name)
+
+    def _make_fit(self, bound: BoundParameter, own: Tensor) -> None:
+        """Has gradients be kept in the type of one that was assigned or changed by hand: it is not rounded."""
+        gradients = self.binding.gradients
+        if not gradients.is_made(bound.name, own) or own._version != gradients.made[bound.name][1]:
+            self.in_chunks.make_fit(bound, own.dtype)
+
+    def _put_in_chunks(self) -> None:
+        """Puts gradients that autograd has made into chunks, since these have more than they show."""
+        gradients = self.binding.gradients
+        for name in list(gradients.made):
+            bound, own = self.binding.by_name[name], gradients.own_of(name)
+            if own is not None and gradients.is_made(name, own):
+                with Plain():
+                    self._put_in_chunk(bound, own)
+                    gradients.show([bound])
+
+    def _backward_ends(self, inside: bool) -> None:
+        super()._backward_ends(inside)
+        if inside:
+            return
+        gradients = self.binding.gradients
+        for name in self._came:
+            own = gradients.own_of(name)
+            if own is not None:
+                kept = self.in_chunks.dtype(self.binding.by_name[name])
+                if own.dtype.itemsize > kept.itemsize:
+                    with self.executor.quiet():
+                        own.copy_(own.to(kept))
+                gradients.made[name] = weakref.ref(own), own._version
+        self._came.clear()
+
+    def _end_backwards(self) -> None:
+        """Notes the end of backwards of which nobody has told: around others, or by an exception."""
+        if backward_id() == -1:
+            if self._is_nested and self.binding.gradients.widen and self.binding.gradients.stay:
+                self._end()
+            self._came.clear()
+
+    def expect_whole(self) -> None:
+        """Raises StateError where an exception has left an update of the parameters half done."""
+        self._end_backwards()
+        super().expect_whole()
+
+    def _take_back(self) -> None:
+        """Makes ready for a use of all gradients."""
+        gradients = self.binding.gradients
+        if not (gradients.stay and gradients.widen):
+            return
+        self._end_backwards()
+        if not gradients.are_shown(self.in_chunks.names):
+            raise StateError(
+                "an exception ended a backward that added to gradients: some have what it brought, others have not. Call optimizer.zero_grad()"
+            )
+        gradients.take_back()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(name, gradient in fp32) of every parameter that has one, in registration order, one at a time."""
         self.executor.settle()
+        self._take_back()
         for name, bound in self.binding.by_name.items():
             own = self.binding.gradients.own_of(name)
             if own is not None:
@@ -66,6 +163,7 @@ class DeferredTraining(Training):
     def clip(self, max_norm: float) -> Tensor:
         """The global norm of all gradients, which count from now on as multiplied with the factor that clips this norm."""
         self.executor.settle()
+        self._take_back()
         norm, self._norm = self._norm, None
         if norm is None:
             norm = self._take_norm(self.in_chunks.overflow.flags())
@@ -76,29 +174,41 @@ class DeferredTraining(Training):
         """The global norm of all gradients. `flags`: are read with it."""
         norm: Tensor
         if self.binding.gradients.stay:
-            norm = self._norm_of(self.updates.own_gradients(), flags)
+            chunks = self.in_chunks
+            norm = self._norm_of(chunks.names, chunks.factors, Trace(()), flags, own=self.updates.own_gradients())
         else:
             with in_plane(self.binding, self.in_chunks, self.binding.by_name):
                 names = self.in_chunks.names
                 trace = self.stretches.begin_norm(self.updates.planner.norm_trace(names))
                 with noticed_at("the norm of the gradients, which the step waits for"):
-                    norm = self._norm_in_chunks(names, self.in_chunks.factors, trace, flags)
+                    norm = self._norm_of(names, self.in_chunks.factors, trace, flags)
                 self.stretches.end()
         return norm
 
-    def _norm_in_chunks(
-        self, names: Iterable[str], factors: Factors, trace: Trace, flags: Sequence[OverflowFlag]
+    def _norm_of(
+        self,
+        names: Iterable[str],
+        factors: Factors,
+        trace: Trace,
+        flags: Sequence[OverflowFlag],
+        *,
+        own: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> Tensor:
-        """The global norm of these parameters' gradients, each multiplied with its factors first: 0-dim, fp32.
+        """The global norm of gradients: of those in chunks of these parameters, each multiplied with its factors first; 0-dim, fp32.
 
         `trace`: the moments that read them, which say on which tier. `flags`: are read with it, so that the host waits for a device once.
+        `own`: gradients that are tensors of their own, by name, 1-D in slot order.
         """
         wanted = set(names)
         by_unit = {touch.ref: (touch,) for moment in trace.moments for touch in moment.touches}
         norm: Norm | None = None
         with self.executor.apart():
             for name in self.layout.slices:
-                if name in wanted:
+                if name in own:
+                    norm = norm or self._begin_norm()
+                    norm.add(own[name])
+                    norm.end_tensor()
+                elif name in wanted:
                     for part, touches in gradient_parts(self.layout, name, writes=False):
                         here = by_unit.get(touches[0].ref, touches)
                         (unit,) = self.executor.use(Phase.STEP, name, here)
@@ -108,16 +218,6 @@ class DeferredTraining(Training):
                         norm.end_tensor()
             return norm_of(read(flags, (norm or self._begin_norm()).numbers()))
 
-    def _norm_of(self, gradients: Mapping[str, Tensor], flags: Sequence[OverflowFlag]) -> Tensor:
-        """The global norm of gradients that are tensors of their own: by name, 1-D in slot order. `flags`: are read with it."""
-        norm = self._begin_norm()
-        with self.executor.apart():
-            for name in self.layout.slices:
-                if name in gradients:
-                    norm.add(gradients[name])
-                    norm.end_tensor()
-            return norm_of(read(flags, norm.numbers()))
-
     def _begin_norm(self) -> Norm:
         device = self.binding.device
         if device is None:
@@ -126,6 +226,7 @@ class DeferredTraining(Training):
 
     def multiply(self, factor: Tensor) -> None:
         """Multiplies every gradient there is with a factor (0-dim fp32)."""
+        self._put_in_chunks()
         self.in_chunks.multiply(factor)
         with self.executor.quiet():
             for _, own in self.binding.gradients.owned():
@@ -134,6 +235,8 @@ class DeferredTraining(Training):
     def overflowed(self) -> list[OverflowFlag]:
         """Flags of gradients that have, or may have, an Inf or NaN, in the order of arrival. A device has perhaps not answered yet."""
         self.executor.settle()
+        self._take_back()
+        self._put_in_chunks()
         own = [OverflowFlag.of(name, torch.isfinite(own).all()) for name, own in self.binding.gradients.owned()]
         return [*self.in_chunks.overflow.flags(), *own]
 
@@ -160,6 +263,7 @@ class DeferredTraining(Training):
         """Notes the update of every parameter that has a gradient and is in a group."""
         self.expect_whole()
         self.executor.settle()
+        self._take_back()
         if self.max_grad_norm is not None:
             self.clip(self.max_grad_norm)
         hypers = self.hypers()
@@ -188,7 +292,11 @@ class DeferredTraining(Training):
         names = [
             name for name, bound in self.binding.by_name.items() if name in hypers and bound.tensor().grad is not None
         ]
-        self.whole.update(names, hypers, self.steps)
+        for name in names if self.binding.gradients.widen else ():
+            own = self.binding.gradients.own_of(name)
+            if own is not None:
+                self._make_fit(self.binding.by_name[name], own)
+        self._update_whole(names, hypers)
         self.updates.seconds = time.perf_counter() - began
         stretch = self.executor.pilot.stretch
         stretch.gives_gradients()  # of which most have not been told of

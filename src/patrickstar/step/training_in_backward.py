@@ -18,7 +18,6 @@ from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.stretch import Stretch
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.training import Training
-from patrickstar.step.whole import Whole
 from patrickstar.torch_private import backward_id
 
 _SECOND_BACKWARD = (
@@ -38,13 +37,12 @@ class InBackwardTraining(Training):
     Where the plan has a chunk updated whole, gradients are gathered in it, and the last one of it begins its update. See Note [Pending step].
 
     Attributes:
-        is_watched: tells whether somebody may write to weights unseen. whole: updates parameters as long as they keep their bytes.
+        is_watched: tells whether somebody may write to weights unseen.
     """
 
     in_backward = True
 
     is_watched: Callable[[], bool]
-    whole: Whole
 
     _backward_hypers: Mapping[str, Hyper] = field(default_factory=dict)
     _updated: set[str] = field(default_factory=set)
@@ -66,6 +64,8 @@ class InBackwardTraining(Training):
             if name in self._backward_hypers and name not in self._added:
                 if name not in self._postponed and self.whole.may_update(name):
                     self._update({name}, self._backward_hypers)
+                    self.binding.withhold(name)
+                    self.binding.access.updated.add(name)
                 else:
                     self._postponed.add(name)
             return
@@ -75,12 +75,14 @@ class InBackwardTraining(Training):
         hyper = self._backward_hypers.get(owner)
         # Where the user's loop has left a gradient before (from before manage(), say), it is part of the sum.
         alone = owner not in self.in_chunks.names
-        if hyper is not None and alone and self.touches.updates_at_once(name):
+        may_update = alone and not self.binding.access.is_surprised and self.touches.updates_at_once(name)
+        if hyper is not None and may_update:
             if name in self._updated:
                 raise StateError(_SECOND_BACKWARD)
             self.steps[owner] = self.steps.get(owner, 0) + (owner not in self._updated)  # once for all tiles
             self._updated |= {name, owner}
             self.updates.update_now(bound, gradient, hyper=hyper, gather=self._gather)
+            self.binding.access.updated.add(name)
         else:
             if any(map(self._order.takes, self.layout.parts(name))):
                 self._end_gathering(f"the gradient of {name} has to wait until the backward ends")
@@ -114,10 +116,16 @@ class InBackwardTraining(Training):
     def _backward_ends(self, inside: bool) -> None:
         super()._backward_ends(inside)
         if not inside:
+            self._end_withholding()
             self._end_gathering()
         self._unfinished = False
         if not inside:
             self._update_postponed()
+
+    def _end_withholding(self) -> None:
+        """Lets everybody see the values of parameters that the backward has updated: it is over."""
+        self.binding.access.updated.clear()
+        self.binding.give_back()
 
     def _update_postponed(self) -> None:
         names, self._postponed = self._postponed, set()
@@ -135,14 +143,14 @@ class InBackwardTraining(Training):
         if self.whole.why:
             self._update(left, hypers)
         else:
-            self.whole.update(sorted(left), hypers, self.steps)  # from gradients that stay
+            self._update_whole(sorted(left), hypers)  # from gradients that stay
 
     def _update(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
         """Updates parameters now, from gradients that are kept, which are let go then, or from the user's own."""
         if not names:
             return
         if not self.whole.why:
-            self.whole.update(sorted(names), hypers, self.steps)
+            self._update_whole(sorted(names), hypers)
             self._updated.update(names)
             self.binding.gradients.used.put(names)
             return
@@ -246,6 +254,8 @@ class InBackwardTraining(Training):
 
     def expect_whole(self) -> None:
         """Raises StateError where an exception has left an update of the parameters half done."""
+        if backward_id() == -1:
+            self._end_withholding()
         if backward_id() == -1 and not self.whole.why:
             if self._is_nested:
                 self._end()  # of the backward around the last one: nobody has told of it

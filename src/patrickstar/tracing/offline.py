@@ -65,11 +65,12 @@ class Foreseen:
     """A forward with its backward, as it is expected to run.
 
     `by_chance`: whether it branches on numbers that it draws. Then the trace is that of the branches which need the largest budget, and a step
-    that takes others departs from it.
+    that takes others departs from it. `by_use`: why its bits would be others if nobody saw each use of a parameter; empty where they would not.
     """
 
     trace: Trace
     by_chance: bool = False
+    by_use: str = ""
 
 
 class _Twin(Owner):
@@ -91,6 +92,7 @@ class _Twin(Owner):
         self.in_blocks = False
         self._updated: set[str] = set()
         self._last: Sequence[Touch] = ()  # of the last moment
+        self.changes_copies = False
 
     def _is_slot(self, tensor: Tensor) -> bool:
         return self._making_slot or self.leases.is_counted(tensor)
@@ -139,6 +141,7 @@ class _Twin(Owner):
         if isinstance(key, PlaneRef):
             self._moment(self._phase(), self._touches.layout.run_of(key.chunk).tensors[0], [Touch(key, True)])
         else:
+            self.changes_copies = True
             self._carry(key)
 
     def keeps_more(self, bound: BoundParameter) -> bool:
@@ -242,7 +245,7 @@ class OfflineTracer:
         traces = [likely.trace, *(trace for trace in tried if trace is not None)]
         formats = self.make_touches().formats.now
         largest = max(traces, key=lambda trace: minimum_bytes(trace, layout=self.layout, formats=formats))
-        return Foreseen(largest, by_chance=True)
+        return Foreseen(largest, by_chance=True, by_use=likely.by_use)
 
     @staticmethod
     def _try_extreme(attempt: Callable[..., Foreseen], quantile: float) -> Trace | None:
@@ -321,7 +324,18 @@ class OfflineTracer:
             except Exception as error:
                 reason = str(error).strip().split("\n")[0]
                 raise CannotTrace(f"{type(error).__name__}: {reason}") from error
-            return Foreseen(owner.recorder.trace(), values.branches)
+            return Foreseen(
+                owner.recorder.trace(), values.branches, self._why_by_use(owner, touches if with_backward else None)
+            )
+
+    def _why_by_use(self, owner: _Twin, touches: Touches | None) -> str:
+        """The reason why uses are to be seen. `touches`: with their counts, where there was a backward."""
+        if owner.changes_copies:
+            return "a forward changes weights in place that compute in another type than they are kept in"
+        is_narrow = bool(self.copied) or any(dtype is not torch.float32 for dtype in self.dtypes.values())
+        in_parts = touches is not None and not all(map(touches.comes_whole, touches.counts.uses))
+        adds_up = self.gradients is GradientUse.CHUNK and is_narrow and in_parts
+        return "gradients of 16 bits come in parts (re-entrant checkpointing)" if adds_up else ""
 
 
 @dataclass(frozen=True, slots=True)
