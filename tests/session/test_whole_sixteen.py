@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -118,7 +119,7 @@ def test_an_exception_in_a_second_backward_leaves_gradients_that_are_to_be_zeroe
     script = Script("bf16", device="emulated", device_memory="64MiB")
     try:
         script.run("train forward backward")
-        handle = script.model[4].weight.register_hook(lambda _: 1 / 0)
+        handle = get_gradient_edge(script.model[4].weight).node.register_prehook(lambda _: 1 / 0)  # after ours
         with pytest.raises(ZeroDivisionError):
             script.model(batch(1)).float().sum().backward()
         handle.remove()
@@ -154,6 +155,22 @@ def test_the_smallest_budget_has_room_for_all_that_is_kept_beside_weights() -> N
         stats, _, _ = trained(**{**ROOMY, "device_memory": budget})
         assert (stats.binding == "whole") is is_whole
         assert stats.peak["device"] <= budget
+
+
+def test_a_weight_that_is_widened_shows_what_was_written_until_the_next_forward() -> None:
+    script = Script("bf16-fp32", device="emulated", device_memory="64MiB")
+    try:
+        script.run("train")
+        weight = script.model[2].weight
+        for model in (script.model, script.plain.model):
+            model[2].weight.data += 0.1
+        assert not equal(weight, weight.bfloat16().float())
+        script.plain.twin.carry()
+        script.run("evaluate")
+        assert equal(weight, weight.bfloat16().float())
+        script.run("read train read")
+    finally:
+        script.close()
 
 
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])

@@ -185,11 +185,11 @@ class Binding:
                 bound.parameter.__class__ = nn.Parameter
                 bound.parameter.data = data
 
-    def take_back(self) -> None:
+    def take_back(self, *, for_forward: bool = False) -> None:
         """Takes over what was done by hand to parameters that keep their bytes, if any do, and no backward is under way."""
         if self.is_whole and backward_id() == -1:
             self.give_back()
-            self.whole.take_back()
+            self.whole.take_back(for_forward=for_forward)
 
     def release(self, data_of: Callable[[BoundParameter], Tensor | None]) -> None:
         """Turns every parameter into an ordinary one again, with the data given; where that is None, the parameter stays a stand-in."""

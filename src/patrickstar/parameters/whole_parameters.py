@@ -86,7 +86,7 @@ class WholeParameters:
         parameter.data = torch.as_strided(part, place.shape, place.stride())
         parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
 
-    def take_back(self) -> None:
+    def take_back(self, *, for_forward: bool) -> None:
         """Takes over what was done by hand: other memory (`p.data = value`), whose values are copied, an end of being frozen.
 
         Raises:
@@ -102,7 +102,8 @@ class WholeParameters:
                     self._trained.add(bound.name)
                     self._gradients.watch(bound)
                     self._changes.follow([bound])
-                self._changes.look(bound, counted=True)
+                # A copy shows what was written to it, and is to compute with what is kept.
+                self._changes.look(bound, counted=not (for_forward and bound.is_copied))
 
     def _take_value(self, bound: BoundParameter) -> None:
         value, place = bound.parameter.data, bound.shape_only

@@ -45,7 +45,7 @@ class Neighbours:
     assembling: Assembling
     is_managed: Callable[[Tensor], bool]
     are_managed: Callable[[], bool]
-    take_back: Callable[[], None]
+    take_back: Callable[..., None]
     is_whole: Callable[[], bool]
     close_block: Callable[[], None]
     outside: nn.Parameter | None
@@ -226,7 +226,7 @@ class Events:
         if self.to.training is not None:
             self.to.training.begin_forward()
         self.check_watch()
-        self.to.take_back()
+        self.to.take_back(for_forward=True)
         with self.to.executor.lock:
             self.to.stretches.begin_forward(self.registered, self.named, args, kwargs)
         self.touches.begin_forward()

@@ -159,6 +159,10 @@ class Training(ABC):
         else:
             self.in_chunks.fill_with_zeros(wanted)
 
+    def expect_gradients(self) -> None:
+        """Makes ready for a use of all gradients. StateError where they are not those of whole backwards."""
+        self.executor.settle()
+
     # clipping and stepping
 
     @abstractmethod

@@ -48,7 +48,9 @@ class DeferredTraining(Training):
     max_grad_norm: float | None
 
     _norm: Tensor | None = None  # of the gradients as they are, taken before `step`
-    _came: set[str] = field(default_factory=set)  # in this backward, and left where autograd has made them
+    _came: dict[str, int] = field(
+        default_factory=dict
+    )  # in this backward: versions of gradients, where they are left where autograd has made them
 
     def __post_init__(self) -> None:
         self.binding.gradients.comes = partial(DeferredTraining._comes, weakref.proxy(self))
@@ -68,6 +70,12 @@ class DeferredTraining(Training):
             bound.parameter.grad = None
             self.in_chunks.add(bound, gradient)
             gradients.show([bound])
+        elif name in self._came:
+            kept = self.in_chunks.dtype(bound)
+            if kept.itemsize < gradient.dtype.itemsize:
+                with self.executor.quiet():
+                    gradient.copy_(gradient.to(kept))
+            self._came[name] = gradient._version
 
     # gradients of 16 bits, where parameters keep their bytes
 
@@ -81,7 +89,7 @@ class DeferredTraining(Training):
         if name in self._came:
             raise StateError(_IN_PARTS.format(name))
         if own is None or gradients.is_made(name, own):
-            self._came.add(name)
+            self._came[name] = 0
         if own is not None and gradients.is_made(name, own):
             self._put_in_chunk(bound, own)
 
@@ -113,14 +121,10 @@ class DeferredTraining(Training):
         if inside:
             return
         gradients = self.binding.gradients
-        for name in self._came:
+        for name, version in self._came.items():
             own = gradients.own_of(name)
             if own is not None:
-                kept = self.in_chunks.dtype(self.binding.by_name[name])
-                if own.dtype.itemsize > kept.itemsize:
-                    with self.executor.quiet():
-                        own.copy_(own.to(kept))
-                gradients.made[name] = weakref.ref(own), own._version
+                gradients.made[name] = weakref.ref(own), version
         self._came.clear()
 
     def _end_backwards(self) -> None:
@@ -135,8 +139,9 @@ class DeferredTraining(Training):
         self._end_backwards()
         super().expect_whole()
 
-    def _take_back(self) -> None:
-        """Makes ready for a use of all gradients."""
+    def expect_gradients(self) -> None:
+        """Makes ready for a use of all gradients. StateError where they are not those of whole backwards."""
+        super().expect_gradients()
         gradients = self.binding.gradients
         if not (gradients.stay and gradients.widen):
             return
@@ -149,8 +154,7 @@ class DeferredTraining(Training):
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(name, gradient in fp32) of every parameter that has one, in registration order, one at a time."""
-        self.executor.settle()
-        self._take_back()
+        self.expect_gradients()
         for name, bound in self.binding.by_name.items():
             own = self.binding.gradients.own_of(name)
             if own is not None:
@@ -162,8 +166,7 @@ class DeferredTraining(Training):
 
     def clip(self, max_norm: float) -> Tensor:
         """The global norm of all gradients, which count from now on as multiplied with the factor that clips this norm."""
-        self.executor.settle()
-        self._take_back()
+        self.expect_gradients()
         norm, self._norm = self._norm, None
         if norm is None:
             norm = self._take_norm(self.in_chunks.overflow.flags())
@@ -234,8 +237,7 @@ class DeferredTraining(Training):
 
     def overflowed(self) -> list[OverflowFlag]:
         """Flags of gradients that have, or may have, an Inf or NaN, in the order of arrival. A device has perhaps not answered yet."""
-        self.executor.settle()
-        self._take_back()
+        self.expect_gradients()
         self._put_in_chunks()
         own = [OverflowFlag.of(name, torch.isfinite(own).all()) for name, own in self.binding.gradients.owned()]
         return [*self.in_chunks.overflow.flags(), *own]
@@ -262,8 +264,7 @@ class DeferredTraining(Training):
     def step(self) -> None:
         """Notes the update of every parameter that has a gradient and is in a group."""
         self.expect_whole()
-        self.executor.settle()
-        self._take_back()
+        self.expect_gradients()
         if self.max_grad_norm is not None:
             self.clip(self.max_grad_norm)
         hypers = self.hypers()

@@ -143,7 +143,11 @@ class InBackwardTraining(Training):
         if self.whole.why:
             self._update(left, hypers)
         else:
-            self._update_whole(sorted(left), hypers)  # from gradients that stay
+            for name in left:  # from gradients that stay
+                gradient = self.binding.gradients.own_of(name)
+                if gradient is not None:
+                    self.in_chunks.make_fit(self.binding.by_name[name], gradient.dtype)
+            self._update_whole(sorted(left), hypers)
 
     def _update(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
         """Updates parameters now, from gradients that are kept, which are let go then, or from the user's own."""
