@@ -59,7 +59,7 @@ from patrickstar.parameters.transforms import expect_no_transform
 from patrickstar.parameters.weight_access import WeightAccess
 from patrickstar.parameters.whole_parameters import WholeParameters
 from patrickstar.plan.touches import UseCounts
-from patrickstar.torch_private import Plain, backward_id, transform_level
+from patrickstar.torch_private import Plain, transform_level
 
 
 class Found(NamedTuple):
@@ -121,7 +121,6 @@ class Binding:
         self.names = names_by_id(named)
         by_id = {id(bound.parameter): bound for bound in self.records.values()}
         self._bound = {} if whole else by_id.copy()
-        self._withheld: dict[BoundParameter, Tensor] = {}
         self._in_tiles = {key: bound for key, bound in self._bound.items() if bound.tiles}
         self._effects: dict[Callable[..., Any], Effects] = {}
 
@@ -134,7 +133,14 @@ class Binding:
         self.assembled = AssembledTensors(self.access, self._assembled_class, device=device)
         self.changes = Changes(self.access, self.assembled, self._owners_of, rewriting)
         self.gradients = GradientAccess(self.access, self.assembled, gradients, by_id, narrow=rewriting is not None)
-        self.whole = WholeParameters(list(self), owner, leases, self.gradients, self.changes, device=device)
+        self.whole = WholeParameters(
+            self.access,
+            self.gradients,
+            self.changes,
+            self._bound,
+            parameter_class=self.parameter_class,
+            device=device,
+        )
         if whole:
             self.gradients.stay_put()
         self.saved = SavedTensors(
@@ -167,29 +173,6 @@ class Binding:
             for bound in self:
                 bound.parameter.__class__ = nn.Parameter
             self.whole.take()
-
-    def withhold(self, name: str) -> None:
-        """Takes the bytes of a parameter away that keeps its own, until its backward has ended: that is to see no value of after the update."""
-        bound = self.by_name[name]
-        self._withheld[bound] = bound.parameter.data
-        self._bound[id(bound.parameter)] = bound
-        bound.parameter.data = bound.standin
-        bound.parameter.__class__ = self.parameter_class
-
-    def give_back(self) -> None:
-        """Gives parameters their bytes again."""
-        with Plain():
-            while self._withheld:
-                bound, data = self._withheld.popitem()
-                del self._bound[id(bound.parameter)]
-                bound.parameter.__class__ = nn.Parameter
-                bound.parameter.data = data
-
-    def take_back(self, *, for_forward: bool = False) -> None:
-        """Takes over what was done by hand to parameters that keep their bytes, if any do, and no backward is under way."""
-        if self.is_whole and backward_id() == -1:
-            self.give_back()
-            self.whole.take_back(for_forward=for_forward)
 
     def release(self, data_of: Callable[[BoundParameter], Tensor | None]) -> None:
         """Turns every parameter into an ordinary one again, with the data given; where that is None, the parameter stays a stand-in."""

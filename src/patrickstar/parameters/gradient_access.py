@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -39,8 +39,7 @@ class GradientAccess:
         own: the parameters whose gradient is the user's own, by name. stay: True where gradients stay the tensors that autograd made.
         are_used: True where gradients are used as they come. used: what stands for them then, where parameters keep their bytes.
         widen: True where gradients that are more than 16 bits can hold (of several backwards, or multiplied) lie in chunks, wherever parameters do.
-        made: gradients of backwards that have ended, as autograd made them, each with its version, by name and in the order in which they came, where
-            they may become more.
+        shown: what `p.grad` has been made to be, of parameters that are ordinary ones.
     """
 
     def __init__(
@@ -63,13 +62,12 @@ class GradientAccess:
         # By the node that adds to `p.grad`, which lives as long as somebody has it.
         self._early: dict[Node, RemovableHandle] = {}
         self.stay = False
-        self._shown: dict[BoundParameter, Tensor | None] = {}
+        self.shown: dict[BoundParameter, Tensor | None] = {}
         self.are_kept: Callable[[], bool] = lambda: False
         self.arrives: Callable[[BoundParameter], None] = lambda _: None
         self.used = UsedGradients(assembled, access.records)
         self.are_used = use is GradientUse.UPDATE
         self.widen = use is GradientUse.CHUNK and narrow
-        self.made: dict[str, tuple[weakref.ref[Tensor], int]] = {}
         self.own: set[str] = set()
         self.comes: Callable[[str], None] = lambda _: None
 
@@ -81,7 +79,7 @@ class GradientAccess:
 
     def lie_apart(self) -> None:
         """Has gradients go where the session keeps them from now on, but for those that there are."""
-        self.hide(list(self._shown))
+        self.hide(list(self.shown))
         self.own = {name for name, _ in self.owned()}
         self._unhook()
         self.stay = False
@@ -109,9 +107,9 @@ class GradientAccess:
         """Takes nothing off any more: gradients are ordinary parameters'."""
         self._unhook()
         self.used.forget()
-        for bound in list(self._shown):
+        for bound in list(self.shown):
             bound.parameter.grad = None
-        self._shown.clear()
+        self.shown.clear()
         self.own.clear()
 
     def _unhook(self) -> None:
@@ -193,14 +191,14 @@ class GradientAccess:
             for bound in records:
                 gradient = self.get(bound)
                 if gradient is not bound.parameter.grad:
-                    self._shown[bound] = bound.parameter.grad = gradient
+                    self.shown[bound] = bound.parameter.grad = gradient
 
     def hide(self, records: Sequence[BoundParameter]) -> None:
         """Ends that. What was assigned meanwhile is the user's own."""
         for bound in records:
             gradient = bound.tensor().grad
-            if self._shown or gradient is not None:
-                shown = self._shown.pop(bound, None)
+            if self.shown or gradient is not None:
+                shown = self.shown.pop(bound, None)
                 own = gradient if shown is None and bound.name in self.own else None
                 if gradient is not (own if shown is None else shown):
                     bound.parameter.grad = None
@@ -211,17 +209,9 @@ class GradientAccess:
     def take_back(self) -> None:
         """Takes over what has become of gradients that lie in chunks, where nobody tells: they were zeroed, or others were assigned."""
         with Plain():
-            shown = list(self._shown)
+            shown = list(self.shown)
             self.hide(shown)
             self.show(shown)
-
-    def are_shown(self, names: Iterable[str]) -> bool:
-        """Tells whether `p.grad` of these parameters has been made to show what lies in chunks."""
-        return self._shown.keys() >= {self._by_name[name] for name in names}
-
-    def is_made(self, name: str, own: Tensor) -> bool:
-        """Tells whether a gradient is what autograd has made, in a backward that has ended."""
-        return name in self.made and self.made[name][0]() is own
 
     def is_not_own(self, name: str) -> None:
         """Notes that the user has let go of a parameter's own gradient: the next one goes to the owner again, if that keeps gradients."""

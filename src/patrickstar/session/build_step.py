@@ -176,7 +176,7 @@ def build_step(
         assembling=Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=steps),
         is_managed=binding.is_managed,
         are_managed=binding.are_managed,
-        take_back=binding.take_back,
+        take_back=lambda **how: binding.whole.take_back(**how) if binding.is_whole else None,
         is_whole=lambda: not whole.why,
         close_block=binding.access.close,
         advice=lambda: (
@@ -216,7 +216,7 @@ def _build_training(
 ) -> Training:
     """Training in the mode in which gradients are used. `parts`: that training has in common with the optimizer's step."""
     passes, memory = setup.passes or {}, setup.memory
-    parts["updates"] = OptimizerStep(planner=planner, passes=passes, **parts)
+    parts["updates"] = OptimizerStep(planner=planner, passes=passes, whole=whole, **parts)
     parts |= {"touches": touches, "hypers": hypers}
     if setup.gradients is GradientUse.UPDATE:
         return InBackwardTraining(is_watched=is_watched, whole=whole, **parts)

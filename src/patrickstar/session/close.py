@@ -82,11 +82,11 @@ class Closing:
             return
         reserved = stretch.reserve_bytes
         try:
-            training.expect_gradients()
+            gradients = training.gradients()
         except StateError as problem:
             _log.warning("the gradients are dropped: %s", problem)
             return
-        for name, gradient in training.gradients():
+        for name, gradient in gradients:
             if gradient.layout is not torch.strided:
                 continue  # the user's own, which no step takes
             stretch.reserve(gradient.nbytes)

@@ -15,6 +15,7 @@ from patrickstar.core.layout import ALIGNMENT, Layout, Part
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 from patrickstar.core.trace import Phase, Touch
+from patrickstar.memory.interruptions import InterruptionsPutOff
 from patrickstar.memory.lanes import Task
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.passes import Passes
@@ -27,6 +28,7 @@ from patrickstar.step.gradients import Gradients, in_plane
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.precision import torch_type
 from patrickstar.step.stretches import Stretches
+from patrickstar.step.whole import Whole, expect_dense
 from patrickstar.torch_private import one_thread_here
 
 
@@ -73,6 +75,7 @@ class OptimizerStep:
 
     Attributes:
         in_chunks: the gradients in the plane. planner: has the traces of updates. passes: by type of device.
+        whole: the parameters as long as they keep their bytes.
         steps: updates so far, by parameter name; a parameter that was never updated has no entry.
         seconds: duration of the last step. is_half_done: whether one has failed half way.
     """
@@ -84,6 +87,7 @@ class OptimizerStep:
     in_chunks: Gradients
     planner: Planner
     passes: Mapping[str, Passes]
+    whole: Whole
 
     steps: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
@@ -204,6 +208,29 @@ class OptimizerStep:
                     factors=self.in_chunks.factors.get(name, ()),
                 )
         self.binding.changes.stepped([name])
+
+    def update_whole(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
+        """Updates parameters that keep their bytes from the gradients that they have, and counts it.
+
+        Raises:
+            StateError: a gradient is sparse. Nothing has changed then.
+        """
+        by_name, is_split = self.binding.by_name, self.planner.formats.now.is_split
+        apart = {
+            name: self.binding.gradients.own_of(name)
+            for name in names
+            if name in self.in_chunks.names or by_name[name].is_copied or is_split(by_name[name].ref.chunk, self.layout)
+        }
+        for name, gradient in apart.items():
+            if gradient is not None:
+                expect_dense(name, gradient)
+        with self.executor.lock, InterruptionsPutOff():
+            self.whole.update([name for name in names if name not in apart], hypers, self.steps)
+            self.is_half_done = bool(apart)
+            for name, gradient in apart.items():
+                self.steps[name] = self.steps.get(name, 0) + 1
+                self.update_now(by_name[name], gradient, hyper=hypers[name])
+            self.is_half_done = False
 
     def _planes(self, chunk: int, units: Mapping[PlaneRef, Tensor]) -> _Planes:
         head = self.layout.run_of(chunk).head

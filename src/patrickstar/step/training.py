@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from patrickstar.core.layout import Layout
 from patrickstar.errors import StateError
-from patrickstar.memory.interruptions import InterruptionsPutOff
 from patrickstar.optim.hyper import Hyper
 from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
@@ -25,7 +24,6 @@ from patrickstar.step.executor import Executor
 from patrickstar.step.gradients import Gradients
 from patrickstar.step.optimizer_step import OptimizerStep
 from patrickstar.step.stretches import Stretches
-from patrickstar.step.whole import Whole, expect_dense
 from patrickstar.torch_private import Plain, at_end_of_backward, backward_id, inside_backward_node
 
 _log = logging.getLogger("patrickstar")
@@ -38,7 +36,6 @@ class Training(ABC):
     Attributes:
         in_chunks: the gradients in the plane. updates: the optimizer's step, which does updates.
         hypers: the hyper-parameters of every parameter in a group, by name, as the groups stand now.
-        whole: updates parameters as long as they keep their bytes.
         in_backward: whether parameters are updated as gradients arrive.
     """
 
@@ -52,7 +49,6 @@ class Training(ABC):
     updates: OptimizerStep
     touches: Touches
     hypers: Callable[[], Mapping[str, Hyper]]
-    whole: Whole
 
     _sums: BackwardSums | None = None  # of this backward, where gradients come in parts of another type
     _bringing: int | None = None  # the backward under way that has brought gradients; None: there is none
@@ -159,10 +155,6 @@ class Training(ABC):
         else:
             self.in_chunks.fill_with_zeros(wanted)
 
-    def expect_gradients(self) -> None:
-        """Makes ready for a use of all gradients. StateError where they are not those of whole backwards."""
-        self.executor.settle()
-
     # clipping and stepping
 
     @abstractmethod
@@ -172,30 +164,6 @@ class Training(ABC):
     @abstractmethod
     def step(self) -> None:
         """Takes the optimizer's step: of every parameter that has a gradient and is in a group."""
-
-    def _update_whole(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
-        """Updates parameters that keep their bytes from the gradients that they have, and counts it.
-
-        Raises:
-            StateError: a gradient is sparse. Nothing has changed then.
-        """
-        by_name = self.binding.by_name
-        apart = [
-            name
-            for name in names
-            if name in self.in_chunks.names or by_name[name].is_copied or self.touches.keeps_rest(name)
-        ]
-        gradients = {name: self.binding.gradients.own_of(name) for name in apart}
-        for name, gradient in gradients.items():
-            if gradient is not None:
-                expect_dense(name, gradient)
-        with self.executor.lock, InterruptionsPutOff():
-            self.whole.update([name for name in names if name not in gradients], hypers, self.steps)
-            self.updates.is_half_done = bool(apart)
-            for name, gradient in gradients.items():
-                self.steps[name] = self.steps.get(name, 0) + 1
-                self.updates.update_now(by_name[name], gradient, hyper=hypers[name])
-            self.updates.is_half_done = False
 
     # whether all is of one step
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
@@ -13,24 +13,19 @@ import torch
 from torch import Tensor
 
 from patrickstar.core.trace import Phase, Trace
-from patrickstar.errors import StateError
 from patrickstar.memory.device_failure import noticed_at
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import Norm, clip_factor, norm_of
 from patrickstar.optim.passes import Passes
-from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.touches import gradient_parts
 from patrickstar.step.gradients import in_plane
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.overflow import OverflowFlag, names_of, read
 from patrickstar.step.pending_step import Factors
+from patrickstar.step.sixteen_bit_gradients import SixteenBitGradients
 from patrickstar.step.training import Training
-from patrickstar.torch_private import Plain, backward_id
-
-_IN_PARTS = (
-    "{} has two gradients in one backward, or in two without a forward or a step in between (re-entrant checkpointing): they would not be added up "
-    "as 16 bits have them. Call checkpoint() with use_reentrant=False"
-)
+from patrickstar.step.whole import Whole
+from patrickstar.torch_private import backward_id
 
 
 @dataclass(kw_only=True, eq=False)
@@ -38,7 +33,7 @@ class DeferredTraining(Training):
     """Training with gradients that are kept until `step()`. See Note [Pending step].
 
     Attributes:
-        passes: by type of device. max_grad_norm: clipping at every step, or None.
+        passes: by type of device. max_grad_norm: clipping at every step, or None. whole: the parameters as long as they keep their bytes.
     """
 
     in_backward = False
@@ -46,15 +41,14 @@ class DeferredTraining(Training):
     late_planes: LatePlanes
     passes: Mapping[str, Passes]
     max_grad_norm: float | None
+    whole: Whole
 
     _norm: Tensor | None = None  # of the gradients as they are, taken before `step`
-    _came: dict[str, int] = field(
-        default_factory=dict
-    )  # in this backward: versions of gradients, where they are left where autograd has made them
 
     def __post_init__(self) -> None:
+        self._narrow = SixteenBitGradients(self.binding, self.in_chunks, self.executor)
         self.binding.gradients.comes = partial(DeferredTraining._comes, weakref.proxy(self))
-        self.whole.leaving = partial(DeferredTraining._put_in_chunks, weakref.proxy(self))
+        self.whole.leaving = self._narrow.put_in_chunks
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Takes a gradient that has arrived, which autograd keeps where nothing has to move."""
@@ -63,98 +57,42 @@ class DeferredTraining(Training):
             stretch.gives_gradients()
         if self._bringing != backward_id():
             self._notice_backward()
-        bound, gradients = self.binding.records[name], self.binding.gradients
-        if not gradients.stay:
-            self._keep(bound, gradient)
-        elif name in self.in_chunks.names:
-            bound.parameter.grad = None
-            self.in_chunks.add(bound, gradient)
-            gradients.show([bound])
-        elif name in self._came:
-            kept = self.in_chunks.dtype(bound)
-            if kept.itemsize < gradient.dtype.itemsize:
-                with self.executor.quiet():
-                    gradient.copy_(gradient.to(kept))
-            self._came[name] = gradient._version
-
-    # gradients of 16 bits, where parameters keep their bytes
+        if self.binding.gradients.stay:
+            self._narrow.arrived(self.binding.records[name], gradient)
+        else:
+            self._keep(self.binding.records[name], gradient)
 
     def _comes(self, name: str) -> None:
-        """Makes way for a gradient that autograd is about to add to `p.grad`: those of several backwards add up in chunks, in fp32."""
-        bound, gradients = self.binding.by_name[name], self.binding.gradients
         if self._bringing != backward_id():
             self._notice_backward()
-        gradients.hide([bound])
-        own = gradients.own_of(name)
-        if name in self._came:
-            raise StateError(_IN_PARTS.format(name))
-        if own is None or gradients.is_made(name, own):
-            self._came[name] = 0
-        if own is not None and gradients.is_made(name, own):
-            self._put_in_chunk(bound, own)
-
-    def _put_in_chunk(self, bound: BoundParameter, own: Tensor) -> None:
-        self._make_fit(bound, own)
-        bound.parameter.grad = None
-        del self.binding.gradients.made[bound.name]
-        self.in_chunks.add(bound, own)
-        self.in_chunks.whole.add(bound.name)
-
-    def _make_fit(self, bound: BoundParameter, own: Tensor) -> None:
-        """Has gradients be kept in the type of one that was assigned or changed by hand: it is not rounded."""
-        gradients = self.binding.gradients
-        if not gradients.is_made(bound.name, own) or own._version != gradients.made[bound.name][1]:
-            self.in_chunks.make_fit(bound, own.dtype)
-
-    def _put_in_chunks(self) -> None:
-        """Puts gradients that autograd has made into chunks, since these have more than they show."""
-        gradients = self.binding.gradients
-        for name in list(gradients.made):
-            bound, own = self.binding.by_name[name], gradients.own_of(name)
-            if own is not None and gradients.is_made(name, own):
-                with Plain():
-                    self._put_in_chunk(bound, own)
-                    gradients.show([bound])
+        self._narrow.comes(name)
 
     def _backward_ends(self, inside: bool) -> None:
         super()._backward_ends(inside)
-        if inside:
-            return
-        gradients = self.binding.gradients
-        for name, version in self._came.items():
-            own = gradients.own_of(name)
-            if own is not None:
-                gradients.made[name] = weakref.ref(own), version
-        self._came.clear()
-
-    def _end_backwards(self) -> None:
-        """Notes the end of backwards of which nobody has told: around others, or by an exception."""
-        if backward_id() == -1:
-            if self._is_nested and self.binding.gradients.widen and self.binding.gradients.stay:
-                self._end()
-            self._came.clear()
+        if not inside:
+            self._narrow.backward_ended()
 
     def expect_whole(self) -> None:
         """Raises StateError where an exception has left an update of the parameters half done."""
-        self._end_backwards()
+        if backward_id() == -1 and self.binding.gradients.stay and self.binding.gradients.widen:
+            if self._is_nested:
+                self._end()  # of the backward around the last one: nobody has told of it
+            self._narrow.abandon()
         super().expect_whole()
 
-    def expect_gradients(self) -> None:
+    def _expect_gradients(self) -> None:
         """Makes ready for a use of all gradients. StateError where they are not those of whole backwards."""
-        super().expect_gradients()
-        gradients = self.binding.gradients
-        if not (gradients.stay and gradients.widen):
-            return
-        self._end_backwards()
-        if not gradients.are_shown(self.in_chunks.names):
-            raise StateError(
-                "an exception ended a backward that added to gradients: some have what it brought, others have not. Call optimizer.zero_grad()"
-            )
-        gradients.take_back()
+        self.expect_whole()
+        self.executor.settle()
+        if self.binding.gradients.stay:
+            self._narrow.take_back()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(name, gradient in fp32) of every parameter that has one, in registration order, one at a time."""
-        self.expect_gradients()
+        self._expect_gradients()
+        return self._gradients()
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, bound in self.binding.by_name.items():
             own = self.binding.gradients.own_of(name)
             if own is not None:
@@ -166,7 +104,7 @@ class DeferredTraining(Training):
 
     def clip(self, max_norm: float) -> Tensor:
         """The global norm of all gradients, which count from now on as multiplied with the factor that clips this norm."""
-        self.expect_gradients()
+        self._expect_gradients()
         norm, self._norm = self._norm, None
         if norm is None:
             norm = self._take_norm(self.in_chunks.overflow.flags())
@@ -229,7 +167,7 @@ class DeferredTraining(Training):
 
     def multiply(self, factor: Tensor) -> None:
         """Multiplies every gradient there is with a factor (0-dim fp32)."""
-        self._put_in_chunks()
+        self._narrow.put_in_chunks()
         self.in_chunks.multiply(factor)
         with self.executor.quiet():
             for _, own in self.binding.gradients.owned():
@@ -237,8 +175,8 @@ class DeferredTraining(Training):
 
     def overflowed(self) -> list[OverflowFlag]:
         """Flags of gradients that have, or may have, an Inf or NaN, in the order of arrival. A device has perhaps not answered yet."""
-        self.expect_gradients()
-        self._put_in_chunks()
+        self._expect_gradients()
+        self._narrow.put_in_chunks()
         own = [OverflowFlag.of(name, torch.isfinite(own).all()) for name, own in self.binding.gradients.owned()]
         return [*self.in_chunks.overflow.flags(), *own]
 
@@ -263,8 +201,7 @@ class DeferredTraining(Training):
 
     def step(self) -> None:
         """Notes the update of every parameter that has a gradient and is in a group."""
-        self.expect_whole()
-        self.expect_gradients()
+        self._expect_gradients()
         if self.max_grad_norm is not None:
             self.clip(self.max_grad_norm)
         hypers = self.hypers()
@@ -296,8 +233,8 @@ class DeferredTraining(Training):
         for name in names if self.binding.gradients.widen else ():
             own = self.binding.gradients.own_of(name)
             if own is not None:
-                self._make_fit(self.binding.by_name[name], own)
-        self._update_whole(names, hypers)
+                self._narrow.make_fit(self.binding.by_name[name], own)
+        self.updates.update_whole(names, hypers)
         self.updates.seconds = time.perf_counter() - began
         stretch = self.executor.pilot.stretch
         stretch.gives_gradients()  # of which most have not been told of

@@ -18,6 +18,7 @@ from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.stretch import Stretch
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.training import Training
+from patrickstar.step.whole import Whole
 from patrickstar.torch_private import backward_id
 
 _SECOND_BACKWARD = (
@@ -37,12 +38,13 @@ class InBackwardTraining(Training):
     Where the plan has a chunk updated whole, gradients are gathered in it, and the last one of it begins its update. See Note [Pending step].
 
     Attributes:
-        is_watched: tells whether somebody may write to weights unseen.
+        is_watched: tells whether somebody may write to weights unseen. whole: the parameters as long as they keep their bytes.
     """
 
     in_backward = True
 
     is_watched: Callable[[], bool]
+    whole: Whole
 
     _backward_hypers: Mapping[str, Hyper] = field(default_factory=dict)
     _updated: set[str] = field(default_factory=set)
@@ -64,8 +66,7 @@ class InBackwardTraining(Training):
             if name in self._backward_hypers and name not in self._added:
                 if name not in self._postponed and self.whole.may_update(name):
                     self._update({name}, self._backward_hypers)
-                    self.binding.withhold(name)
-                    self.binding.access.updated.add(name)
+                    self.binding.whole.withhold(name)
                 else:
                     self._postponed.add(name)
             return
@@ -125,7 +126,7 @@ class InBackwardTraining(Training):
     def _end_withholding(self) -> None:
         """Lets everybody see the values of parameters that the backward has updated: it is over."""
         self.binding.access.updated.clear()
-        self.binding.give_back()
+        self.binding.whole.give_back()
 
     def _update_postponed(self) -> None:
         names, self._postponed = self._postponed, set()
@@ -147,14 +148,14 @@ class InBackwardTraining(Training):
                 gradient = self.binding.gradients.own_of(name)
                 if gradient is not None:
                     self.in_chunks.make_fit(self.binding.by_name[name], gradient.dtype)
-            self._update_whole(sorted(left), hypers)
+            self.updates.update_whole(sorted(left), hypers)
 
     def _update(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
         """Updates parameters now, from gradients that are kept, which are let go then, or from the user's own."""
         if not names:
             return
         if not self.whole.why:
-            self._update_whole(sorted(names), hypers)
+            self.updates.update_whole(sorted(names), hypers)
             self._updated.update(names)
             self.binding.gradients.used.put(names)
             return
