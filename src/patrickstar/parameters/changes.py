@@ -8,7 +8,7 @@ Note [Changes in place]
     Where more is kept than a weight shows (a split master), its elements must be compared with what they were. That is remembered before
     operations that write by their name, their arguments or their schema; a change by any other is an error.
     Of parameters that keep their bytes (Note [Whole] in `binding.py`) nobody sees uses: such elements are remembered all the time, and compared
-    before an update and where a master is read; before a forward only where torch has counted changes.
+    before an update and where a master is read.
 """
 
 from __future__ import annotations
@@ -49,14 +49,6 @@ class WatchedUse:
     before: Mapping[str, Tensor]
 
 
-@dataclass(slots=True)
-class _Followed:
-    """A parameter that keeps its bytes, as the session knows it: its version, and its elements, unless a copy of these is kept anyway."""
-
-    version: int
-    elements: Tensor | None
-
-
 @dataclass(frozen=True, slots=True)
 class Changes:
     """The one who notices what uses change.
@@ -65,14 +57,15 @@ class Changes:
         access: whose owner is told. assembled: what stands for the optimizer's state.
         owners_of: gives the records of the parameters that tensors, in nested containers, are or lie in.
         rewriting: who carries changes to where more is kept than a weight shows, if anybody does.
-        followed: parameters that keep their bytes, by name, and of which more is kept.
+        followed: of parameters that keep their bytes, and of which more is kept: their elements, by name; None for copies, which are compared with
+            what is kept.
     """
 
     access: WeightAccess
     assembled: AssembledTensors
     owners_of: Callable[[Any], list[BoundParameter]]
     rewriting: Rewriting | None
-    followed: dict[str, _Followed] = field(default_factory=dict)
+    followed: dict[str, Tensor | None] = field(default_factory=dict)
 
     def watch(
         self,
@@ -155,26 +148,22 @@ class Changes:
 
     def follow(self, parameters: Iterable[BoundParameter]) -> None:
         """Remembers parameters that keep their bytes as they are now, as far as more is kept of them than they show."""
-        for bound in parameters:
-            elements = self.remember([bound]).get(bound.name)
-            if bound.is_copied or elements is not None:
-                self.followed[bound.name] = _Followed(bound.tensor()._version, elements)
+        parameters = list(parameters)
+        self.followed.update(self.remember(parameters))
+        self.followed.update((bound.name, None) for bound in parameters if bound.is_copied)
 
-    def look(self, bound: BoundParameter, *, counted: bool = False) -> None:
-        """Carries a change of a parameter that keeps its bytes to where more is kept of it. `counted`: only one that torch has counted."""
-        known = self.followed.get(bound.name)
-        if known is None:
+    def look(self, bound: BoundParameter) -> None:
+        """Carries a change of a parameter that keeps its bytes to where more is kept of it."""
+        if bound.name not in self.followed:
             return
         with self.access.lock, Plain(), torch.no_grad():
-            before, known.version = known.version, bound.tensor()._version
-            if counted and known.version == before:
-                return
-            if known.elements is None:
+            before = self.followed[bound.name]
+            if before is None:
                 self.access.owner.changed(bound.key)
-            elif not torch.equal(self._elements(bound).view(torch.int16), known.elements.view(torch.int16)):
+            elif not torch.equal(self._elements(bound).view(torch.int16), before.view(torch.int16)):
                 assert self.rewriting is not None
-                self.rewriting.carry(bound, known.elements)
-                known.elements.copy_(self._elements(bound))
+                self.rewriting.carry(bound, before)
+                before.copy_(self._elements(bound))
 
     def _elements(self, bound: BoundParameter) -> Tensor:
         """The elements of a parameter whose bytes are there: 1-D, in slot order."""
@@ -196,11 +185,9 @@ class Changes:
             if bound.name in living:
                 self.access.owner.renew(bound.name, self.access.lease(bound.name))
         for name in names if self.followed else ():
-            known, bound = self.followed.get(name), self.access.records[name]
-            if known is not None:
-                known.version = bound.tensor()._version
-                if known.elements is not None:
-                    known.elements.copy_(self._elements(bound))
+            before = self.followed.get(name)
+            if before is not None:
+                before.copy_(self._elements(self.access.records[name]))
         self.access.owner.updated()
 
     def is_shown(self, name: str) -> bool:

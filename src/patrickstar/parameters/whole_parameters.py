@@ -124,8 +124,8 @@ class WholeParameters:
                     self._trained.add(bound.name)
                     self._gradients.watch(bound)
                     self._changes.follow([bound])
-                # A copy shows what was written to it, and is to compute with what is kept.
-                self._changes.look(bound, counted=not (for_forward and bound.is_copied))
+                if for_forward and bound.is_copied:
+                    self._changes.look(bound)  # it shows what was written to it, and is to compute with what is kept
 
     def _take_value(self, bound: BoundParameter) -> None:
         value, place = bound.parameter.data, bound.shape_only

@@ -25,27 +25,27 @@ class SixteenBitGradients:
     """Puts gradients into chunks when they become more than 16 bits hold: before a second backward adds to them, and before they are multiplied.
 
     Attributes:
-        in_chunks: the gradients there.
+        in_chunks: the gradients there. came: those of this backward that stay as autograd makes them, by name, and their versions.
     """
 
     binding: Binding
     in_chunks: Gradients
     executor: Executor
 
-    _came: dict[str, int] = field(default_factory=dict)  # in this backward, to stay as autograd makes them: versions
+    came: dict[str, int] = field(default_factory=dict)
     _made: dict[str, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)  # by those before, in order
 
     def comes(self, name: str) -> None:
         """Makes way for a gradient that autograd is about to add to `p.grad`. StateError: it is a second part of one."""
         bound, gradients = self.binding.by_name[name], self.binding.gradients
         gradients.hide([bound])
-        if name in self._came:
+        if name in self.came:
             raise StateError(_IN_PARTS.format(name))
         own = self._made_by_autograd(name)
         if own is not None:
             self._put_in_chunk(bound, own)
         if gradients.own_of(name) is None:  # else autograd adds to one that was assigned
-            self._came[name] = 0
+            self.came[name] = 0
 
     def arrived(self, bound: BoundParameter, gradient: Tensor) -> None:
         """Takes a gradient that is in `p.grad`: adds it to what is in chunks, or leaves it, rounded to the type that is kept."""
@@ -53,24 +53,20 @@ class SixteenBitGradients:
             bound.parameter.grad = None
             self.in_chunks.add(bound, gradient)
             self.binding.gradients.show([bound])
-        elif bound.name in self._came:
+        elif bound.name in self.came:
             kept = self.in_chunks.dtype(bound)
             if kept.itemsize < gradient.dtype.itemsize:
                 with self.executor.quiet():
                     gradient.copy_(gradient.to(kept))
-            self._came[bound.name] = gradient._version
+            self.came[bound.name] = gradient._version
 
     def backward_ended(self) -> None:
         """Notes that what has come is whole."""
-        for name, version in self._came.items():
+        for name, version in self.came.items():
             own = self.binding.gradients.own_of(name)
             if own is not None:
                 self._made[name] = weakref.ref(own), version
-        self._came.clear()
-
-    def abandon(self) -> None:
-        """Forgets a backward of whose end nobody has told: an exception has ended it."""
-        self._came.clear()
+        self.came.clear()
 
     def take_back(self) -> None:
         """Takes over what has become of `p.grad` of gradients in chunks: zeroed, or another. StateError where it is of half a backward."""

@@ -72,17 +72,20 @@ class DeferredTraining(Training):
         if not inside:
             self._narrow.backward_ended()
 
-    def expect_whole(self) -> None:
-        """Raises StateError where an exception has left an update of the parameters half done."""
+    def begin_forward(self) -> None:
+        """Makes ready for a forward. StateError where parameters are of no one step."""
+        super().begin_forward()
+        self._end_backwards()
+
+    def _end_backwards(self) -> None:
         if backward_id() == -1 and self.binding.gradients.stay and self.binding.gradients.widen:
             if self._is_nested:
                 self._end()  # of the backward around the last one: nobody has told of it
-            self._narrow.abandon()
-        super().expect_whole()
+            self._narrow.came.clear()  # an exception has ended it
 
     def _expect_gradients(self) -> None:
         """Makes ready for a use of all gradients. StateError where they are not those of whole backwards."""
-        self.expect_whole()
+        self._end_backwards()
         self.executor.settle()
         if self.binding.gradients.stay:
             self._narrow.take_back()
@@ -201,6 +204,7 @@ class DeferredTraining(Training):
 
     def step(self) -> None:
         """Notes the update of every parameter that has a gradient and is in a group."""
+        self.expect_whole()
         self._expect_gradients()
         if self.max_grad_norm is not None:
             self.clip(self.max_grad_norm)
