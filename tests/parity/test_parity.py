@@ -118,6 +118,12 @@ def where_everything_fits(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if (row.budget, row.tile_rows) == ("fits", None)]
 
 
+def binding_of(row: Row) -> str:
+    """What such a row says of its binding."""
+    in_parts = (row.model, row.checkpointing, row.step) == ("tied", "reentrant", "deferred")
+    return "gradients of 16 bits come in parts" if in_parts and row.precision != "fp32" else "whole"
+
+
 def at_once(rows: Sequence[Row], few: Collection[Row] = FEW) -> list[object]:
     """The rows, of which those that `make test` leaves out are campaigns."""
     return [pytest.param(row, marks=() if row in few else pytest.mark.campaign) for row in rows]
@@ -136,7 +142,7 @@ FEW_WHOLE = cover(WHOLE, every(("checkpointing",), ("tier",), ("precision", "ste
 @pytest.mark.parametrize("row", at_once(WHOLE, FEW_WHOLE), ids=str)
 def test_parameters_that_keep_their_bytes_have_the_same_bits(row: Row, tmp_path: Path) -> None:
     outcome, _, _ = run(row, tmp_path)
-    assert outcome.stats.binding == "whole"
+    assert binding_of(row) in outcome.stats.binding
 
 
 IN_BLOCKS = [row for row in PAIRS if row.tile_rows is None]
