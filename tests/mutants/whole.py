@@ -115,22 +115,19 @@ WHOLE: tuple[Mutant, ...] = (
         f"{IN_BACKWARD}::test_the_smallest_budget_at_which_they_keep_their_bytes_has_room_for_gradients_that_wait[detached first-4096]",
     ),
     Fault("a-backward-uses-what-it-has-updated", "parameters.weight_access:WeightAccess.enter").by(
-        drop("_expect_none_updated"), f"{USED}[whole-changed]"
+        drop("_expect_none_updated"), f"{USED}[changed]"
     ),
     Fault("nobody-sees-that-a-backward-uses-it", "step.training_in_backward:InBackwardTraining.gradient").by(
-        drop("withhold"), f"{USED}[whole-before_the_model]"
-    ),
-    Fault("nor-that-a-hook-does-where-it-is-bound-by-use", "step.training_in_backward:InBackwardTraining.gradient").by(
-        drop("updated.add"), f"{USED}[use-in_a_hook]"
+        drop("withhold"), f"{USED}[before_the_model]"
     ),
     Fault("a-backward-that-was-refused-once-is-refused-again", "step.whole:Whole.stays").by(
         replace("expected.by_chance or self.binding.access.is_surprised", "expected.by_chance"),
-        f"{USED}[whole-changed]",
+        f"{USED}[changed]",
     ),
     Fault(
         "a-placeholder-stays-when-the-backward-has-ended", "step.training_in_backward:InBackwardTraining._backward_ends"
     ).by(
-        drop("_end_withholding"),
+        drop("give_back"),
         f"{IN_BACKWARD}::test_after_the_backward_parameters_are_ordinary_ones_again",
     ),
     Fault("a-change-by-hand-leaves-the-master-of-16-bits", "parameters.changes:Changes.look").by(
@@ -170,7 +167,8 @@ WHOLE: tuple[Mutant, ...] = (
         f"{SIXTEEN}::test_an_exception_in_a_second_backward_leaves_gradients_that_are_to_be_zeroed",
     ),
     Fault("a-gradient-in-fp32-is-not-rounded", "step.sixteen_bit_gradients:SixteenBitGradients.arrived").by(
-        never("kept.itemsize"), f"{LINE}[deferred-train(4) planned(4)-bf16-fp32-unbounded]"
+        never("kept.itemsize"),
+        f"{LINE}[deferred-grad(0) forward backward grad(0) step grad(0) zero grad(0)-bf16-fp32-unbounded]",
     ),
     Fault("a-gradient-changed-by-hand-is-rounded", "step.sixteen_bit_gradients:SixteenBitGradients.make_fit").by(
         drop("make_fit"),

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 import patrickstar
 from patrickstar import StateError
 from patrickstar.session.forecast import forecast
-from patrickstar.session.start import set_up
 from tests.session.builders import adamw
 from tests.session.test_whole import ROOMY, equal, stack
 
@@ -198,17 +197,8 @@ def in_a_hook_unseen(model, x):
     return model(y)
 
 
-REFUSED = [
-    *(("whole", use) for use in (changed, before_the_model, in_a_hook)),
-    *(("use", use) for use in (in_a_hook,)),
-]
-
-
-@pytest.mark.parametrize(("binding", "use"), REFUSED)
-def test_a_backward_that_uses_what_it_has_updated_is_refused_and_waits_from_then_on(
-    binding, use, tmp_path, monkeypatch
-):
-    monkeypatch.setitem(set_up.__kwdefaults__, "binding", binding)
+@pytest.mark.parametrize("use", [changed, before_the_model, in_a_hook])
+def test_a_backward_that_uses_what_it_has_updated_is_refused_and_waits_from_then_on(use, tmp_path):
     with Twins(lambda: Other("once")) as twins:
 
         def step(run):
@@ -229,7 +219,7 @@ def test_a_backward_that_uses_what_it_has_updated_is_refused_and_waits_from_then
         twins.session.load_checkpoint(tmp_path)
         for _ in range(2):
             twins.each(step(use))
-        assert binding in twins.session.stats().binding
+        assert twins.session.stats().binding == "whole"
 
 
 def test_code_that_sees_no_classes_reads_nothing_that_the_backward_has_updated():

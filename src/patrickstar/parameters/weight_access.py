@@ -33,7 +33,7 @@ class WeightAccess:
         held: how many uses and module calls hold a parameter now, of those that are held.
         open: parameters that a block's backward holds, each with the 1-D tensor that it lies in, which is the same for all who ask meanwhile.
         in_blocks: parameters of blocks, by `id()`.
-        updated: parameters and tiles, by name, that the backward under way has updated, so that it must not use them any more.
+        updated: parameters that keep their bytes and that the backward under way has updated, so that it must not use them any more.
         is_surprised: whether a backward has wanted one of these.
         recomputed: versions of parameters, by `id()`, at which a recomputation of a forward, in backward, has left them.
     """

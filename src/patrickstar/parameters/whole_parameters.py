@@ -98,6 +98,7 @@ class WholeParameters:
 
     def give_back(self) -> None:
         """Gives parameters their bytes again."""
+        self._access.updated.clear()
         with Plain():
             while self._withheld:
                 bound, data = self._withheld.popitem()

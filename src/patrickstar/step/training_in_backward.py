@@ -76,14 +76,12 @@ class InBackwardTraining(Training):
         hyper = self._backward_hypers.get(owner)
         # Where the user's loop has left a gradient before (from before manage(), say), it is part of the sum.
         alone = owner not in self.in_chunks.names
-        may_update = alone and not self.binding.access.is_surprised and self.touches.updates_at_once(name)
-        if hyper is not None and may_update:
+        if hyper is not None and alone and self.touches.updates_at_once(name):
             if name in self._updated:
                 raise StateError(_SECOND_BACKWARD)
             self.steps[owner] = self.steps.get(owner, 0) + (owner not in self._updated)  # once for all tiles
             self._updated |= {name, owner}
             self.updates.update_now(bound, gradient, hyper=hyper, gather=self._gather)
-            self.binding.access.updated.add(name)
         else:
             if any(map(self._order.takes, self.layout.parts(name))):
                 self._end_gathering(f"the gradient of {name} has to wait until the backward ends")
@@ -117,16 +115,11 @@ class InBackwardTraining(Training):
     def _backward_ends(self, inside: bool) -> None:
         super()._backward_ends(inside)
         if not inside:
-            self._end_withholding()
+            self.binding.whole.give_back()
             self._end_gathering()
         self._unfinished = False
         if not inside:
             self._update_postponed()
-
-    def _end_withholding(self) -> None:
-        """Lets everybody see the values of parameters that the backward has updated: it is over."""
-        self.binding.access.updated.clear()
-        self.binding.whole.give_back()
 
     def _update_postponed(self) -> None:
         names, self._postponed = self._postponed, set()
@@ -260,7 +253,7 @@ class InBackwardTraining(Training):
     def expect_whole(self) -> None:
         """Raises StateError where an exception has left an update of the parameters half done."""
         if backward_id() == -1:
-            self._end_withholding()
+            self.binding.whole.give_back()
         if backward_id() == -1 and not self.whole.why:
             if self._is_nested:
                 self._end()  # of the backward around the last one: nobody has told of it
