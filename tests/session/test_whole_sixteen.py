@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import patrickstar
 from patrickstar import StateError
 from patrickstar.session.forecast import forecast
-from tests.session.builders import adamw, batch, mlp, options
+from tests.session.builders import MakePair, adamw, batch, mlp, options
 from tests.session.script import Script
 from tests.session.test_whole import equal
 
@@ -192,3 +194,19 @@ def test_what_a_forecast_says_of_the_peak_is_what_is_taken(step: str) -> None:
             session.optimizer.zero_grad()
         assert session.stats().binding == "whole"
         assert session.stats().peak["host"] == found.peak["host"]
+
+
+def test_an_update_that_fails_half_way_leaves_parameters_of_no_one_step(
+    make_pair: MakePair, failing_update: Callable[[Any, int], AbstractContextManager[None]], tmp_path: Path
+) -> None:
+    pair = make_pair(device="emulated", device_memory="64MiB", precision="bf16")
+    pair.session.save_checkpoint(tmp_path)
+    model, optimizer = pair.model, pair.session.optimizer
+    model(batch()).float().sum().backward()
+    with failing_update(pair, 3), pytest.raises(MemoryError):
+        optimizer.step()
+    with pytest.raises(StateError, match="no one step"):
+        model(batch())
+    pair.session.load_checkpoint(tmp_path)
+    model(batch()).float().sum().backward()
+    optimizer.step()
