@@ -48,6 +48,7 @@ class DeferredTraining(Training):
     def __post_init__(self) -> None:
         self._narrow = SixteenBitGradients(self.binding, self.in_chunks, self.executor)
         self.binding.gradients.comes = partial(DeferredTraining._comes, weakref.proxy(self))
+        self.whole.begins = partial(DeferredTraining._end_backwards, weakref.proxy(self))
         self.whole.leaving = self._narrow.put_in_chunks
 
     def gradient(self, name: str, gradient: Tensor) -> None:
@@ -69,25 +70,21 @@ class DeferredTraining(Training):
 
     def _backward_ends(self, inside: bool) -> None:
         super()._backward_ends(inside)
-        if not inside:
+        if not inside and self._narrow.came:
             self._narrow.backward_ended()
 
-    def begin_forward(self) -> None:
-        """Makes ready for a forward. StateError where parameters are of no one step."""
-        super().begin_forward()
-        self._end_backwards()
-
     def _end_backwards(self) -> None:
-        if backward_id() == -1 and self.binding.gradients.stay and self.binding.gradients.widen:
+        """Notes the end of a backward of whose end nobody has told."""
+        if backward_id() == -1 and self.binding.gradients.widen:
             if self._is_nested:
                 self._end()  # of the backward around the last one: nobody has told of it
             self._narrow.came.clear()  # an exception has ended it
 
     def _expect_gradients(self) -> None:
         """Makes ready for a use of all gradients. StateError where they are not those of whole backwards."""
-        self._end_backwards()
         self.executor.settle()
         if self.binding.gradients.stay:
+            self._end_backwards()
             self._narrow.take_back()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -205,7 +202,10 @@ class DeferredTraining(Training):
     def step(self) -> None:
         """Notes the update of every parameter that has a gradient and is in a group."""
         self.expect_whole()
-        self._expect_gradients()
+        if self.binding.gradients.stay:
+            self._expect_gradients()
+        else:
+            self.executor.settle()
         if self.max_grad_norm is not None:
             self.clip(self.max_grad_norm)
         hypers = self.hypers()
