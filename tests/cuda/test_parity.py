@@ -28,7 +28,7 @@ from tests.parity.cover import every, shuffled
 from tests.parity.forecasts import compare
 from tests.parity.limits import PAGE_BYTES, limits_of
 from tests.parity.matrix import DIMENSIONS, PAIRS, WIDE, Row
-from tests.parity.test_parity import FORESEEN, assert_moved, at_once, want, where_everything_fits
+from tests.parity.test_parity import FORESEEN, assert_moved, at_once, binding_of, want, where_everything_fits
 from tests.sampling import cover
 
 ROWS = [row for row in (*PAIRS, *WIDE) if row.tier.startswith("emulated")]
@@ -164,12 +164,12 @@ WHOLE = where_everything_fits(ROWS)
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    "row", at_once(WHOLE, cover(WHOLE, every(("checkpointing",), ("clipping",), ("step",)))), ids=str
+    "row", at_once(WHOLE, cover(WHOLE, every(("checkpointing",), ("clipping",), ("precision", "step")))), ids=str
 )
 def test_parameters_that_keep_their_bytes_have_the_same_bits(
     row: Row, tmp_path: Path, accelerator: Accelerator
 ) -> None:
-    assert_parity(row, tmp_path, accelerator, schedule_of(row), binding="whole")
+    assert_parity(row, tmp_path, accelerator, schedule_of(row), binding=binding_of(row))
 
 
 IN_BLOCKS = [row for row in ROWS if row.tile_rows is None]

@@ -15,7 +15,7 @@ ASSEMBLED: tuple[Mutant, ...] = (
         drop("make_fit"),
         f"{LINE}[forward backward grad(4)=.3 grad(7)=None read step zero forward backward step zero-bf16-fp32-emulated]",
     ),
-    Fault("an-assigned-gradient-is-read-in-its-own-type", "step.training_deferred:DeferredTraining.gradients").by(
+    Fault("an-assigned-gradient-is-read-in-its-own-type", "step.training_deferred:DeferredTraining._gradients").by(
         replace("own.to(...)", "own"),
         f"{LINE}[forward backward grad(4)=.3 grad(7)=None read step zero forward backward step zero-bf16-emulated]",
     ),

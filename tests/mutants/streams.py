@@ -201,7 +201,7 @@ STREAMS: tuple[Mutant, ...] = (
     Fault("values-of-inputs-on-a-device-are-unknown", "tracing.offline:_on_cpu").by(
         without("Undispatched()"), f"{PEAKS}::test_a_forecast_knows_the_values_of_inputs_on_the_device"
     ),
-    Fault("scratch-of-a-norm-comes-before-its-room", "step.training_deferred:DeferredTraining._norm_in_chunks").by(
+    Fault("scratch-of-a-norm-comes-before-its-room", "step.training_deferred:DeferredTraining._norm_of").by(
         assign("norm", "self._begin_norm()", nth=1), f"{PEAKS}::test_a_norm_has_its_scratch_when_there_is_room_for_it"
     ),
     Fault("memory-that-torch-keeps-is-not-taken-back", "memory.driver:DeviceAddresses.map").by(

@@ -15,6 +15,12 @@ WAITS = f"{IN_BACKWARD}::test_a_gradient_waits_for_the_end_of_the_backward_where
 REFUSED = f"{IN_BACKWARD}::test_a_refused_forward_leaves_used_gradients_what_they_are"
 EDGE = f"{FILE}::test_the_smallest_budget_at_which_they_keep_their_bytes_holds_all_of_it"
 
+USED = f"{IN_BACKWARD}::test_a_backward_that_uses_what_it_has_updated_is_refused_and_waits_from_then_on"
+SIXTEEN = "tests/session/test_whole_sixteen.py"
+LINE = "tests/session/test_scripts.py::test_so_it_does_where_parameters_keep_their_bytes"
+SEVERAL = f"{LINE}[deferred-2[forward backward] grad(0) grad(0)+=0 grad(7)+=0 read step zero train-bf16-unbounded]"
+CLIPPED = f"{LINE}[deferred-forward backward limit(9) step zero forward backward limit(.001) read step planned(2)-bf16-unbounded]"
+
 WHOLE: tuple[Mutant, ...] = (
     Fault("a-slot-moves-under-an-ordinary-parameter", "memory.leases:Leases.take_part").by(
         drop("_note"), f"{FILE}::test_a_part_of_a_unit_is_found_where_it_lies"
@@ -23,7 +29,7 @@ WHOLE: tuple[Mutant, ...] = (
         replace("state_bytes + beside_bytes + self.spare_bytes", "_ - 8192"), EDGE
     ),
     Fault("the-spare-room-is-taken-by-model-states", "session.start:Setup.sizes").by(
-        replace("slots * bytes_of_slot(layout, formats) + gradient_bytes", "_ - gradient_bytes"), EDGE
+        replace("slots * bytes_of_slot(layout, formats) + beside_bytes", "_ - beside_bytes"), EDGE
     ),
     Fault("a-new-shape-is-not-asked-about", "step.whole:Whole.stays").by(always("hold"), LEAVES),
     Fault("a-process-that-is-too-large-stays-so", "step.room:HostRoom.end").by(
@@ -82,7 +88,8 @@ WHOLE: tuple[Mutant, ...] = (
         f"{IN_BACKWARD}::test_views_that_anybody_holds_keep_their_values_until_the_backward_ends",
     ),
     Fault("what-a-forward-may-do-by-chance-is-taken-for-what-it-does", "step.whole:Whole.stays").by(
-        never("expected.by_chance"), f"{WAITS}[by chance]"
+        replace("expected.by_chance or self.binding.access.is_surprised", "self.binding.access.is_surprised"),
+        f"{WAITS}[by chance]",
     ),
     Fault("a-gradient-stays-when-it-is-used", "step.training_in_backward:InBackwardTraining._update").by(
         drop("used.put"),
@@ -106,6 +113,69 @@ WHOLE: tuple[Mutant, ...] = (
     Fault("gradients-that-wait-take-no-room", "session.start:Setup.kept_gradients").by(
         returns("frozenset()", nth=1),
         f"{IN_BACKWARD}::test_the_smallest_budget_at_which_they_keep_their_bytes_has_room_for_gradients_that_wait[detached first-4096]",
+    ),
+    Fault("a-backward-uses-what-it-has-updated", "parameters.weight_access:WeightAccess.enter").by(
+        drop("_expect_none_updated"), f"{USED}[changed]"
+    ),
+    Fault("nobody-sees-that-a-backward-uses-it", "step.training_in_backward:InBackwardTraining.gradient").by(
+        drop("withhold"), f"{USED}[before_the_model]"
+    ),
+    Fault("a-backward-that-was-refused-once-is-refused-again", "step.whole:Whole.stays").by(
+        replace("expected.by_chance or self.binding.access.is_surprised", "expected.by_chance"),
+        f"{USED}[changed]",
+    ),
+    Fault(
+        "a-placeholder-stays-when-the-backward-has-ended", "step.training_in_backward:InBackwardTraining._backward_ends"
+    ).by(
+        drop("give_back"),
+        f"{IN_BACKWARD}::test_after_the_backward_parameters_are_ordinary_ones_again",
+    ),
+    Fault("a-change-by-hand-leaves-the-master-of-16-bits", "parameters.changes:Changes.look").by(
+        drop("carry"), f"{LINE}[deferred-train hold(4) train held(4) held(4)*=2 evaluate free evaluate-bf16-unbounded]"
+    ),
+    Fault("an-update-is-taken-for-a-change-by-hand", "parameters.changes:Changes.renew").by(
+        drop("copy_"), f"{LINE}[deferred-train(4) planned(4)-bf16-unbounded]"
+    ),
+    Fault("a-master-is-read-without-a-look", "step.values:Weights.master_pieces").by(
+        drop("look"), f"{LINE}[deferred-train unseen(2) read train unseen(2) forward backward step-bf16-unbounded]"
+    ),
+    Fault("a-copy-computes-with-what-was-written", "parameters.whole_parameters:WholeParameters.take_back").by(
+        drop("look"), f"{SIXTEEN}::test_a_weight_that_is_widened_shows_what_was_written_until_the_next_forward"
+    ),
+    Fault("several-backwards-add-up-in-16-bits", "step.sixteen_bit_gradients:SixteenBitGradients.comes").by(
+        drop("_put_in_chunk"), SEVERAL
+    ),
+    Fault(
+        "a-part-of-a-gradient-is-added-as-another-backwards", "step.sixteen_bit_gradients:SixteenBitGradients.comes"
+    ).by(
+        drop("raise StateError(...)"),
+        f"{SIXTEEN}::test_parts_that_no_trace_shows_are_refused_in_a_second_backward",
+    ),
+    Fault("gradients-that-come-in-parts-stay-whole", "tracing.offline:OfflineTracer._why_by_use").by(
+        returns("''", nth=2),
+        f"{SIXTEEN}::test_gradients_that_come_in_parts_add_up_in_16_bits_first[2-gradients of 16 bits come in parts]",
+    ),
+    Fault("a-factor-is-rounded-to-16-bits", "step.training_deferred:DeferredTraining.multiply").by(
+        drop("put_in_chunks"), CLIPPED
+    ),
+    Fault("a-gradient-that-the-model-zeroed-is-used", "step.sixteen_bit_gradients:SixteenBitGradients.take_back").by(
+        drop("take_back"),
+        f"{LINE}[deferred-forward backward step zero(each) read forward backward step zero(each) planned(2) step-fp16-unbounded]",
+    ),
+    Fault("half-a-backward-is-taken-for-one", "step.sixteen_bit_gradients:SixteenBitGradients.take_back").by(
+        never("not ..."),
+        f"{SIXTEEN}::test_an_exception_in_a_second_backward_leaves_gradients_that_are_to_be_zeroed",
+    ),
+    Fault("a-gradient-in-fp32-is-not-rounded", "step.sixteen_bit_gradients:SixteenBitGradients.arrived").by(
+        never("kept.itemsize"),
+        f"{LINE}[deferred-grad(0) forward backward grad(0) step grad(0) zero grad(0)-bf16-fp32-unbounded]",
+    ),
+    Fault("a-gradient-changed-by-hand-is-rounded", "step.sixteen_bit_gradients:SixteenBitGradients.make_fit").by(
+        drop("make_fit"),
+        f"{LINE}[deferred-forward backward grad(0)*=.5 grad(3)+=.1 step zero forward backward step-bf16-fp32-unbounded]",
+    ),
+    Fault("what-is-kept-beside-weights-takes-no-room", "session.start:Setup.sizes").by(
+        drop("beside_bytes", nth=2), f"{SIXTEEN}::test_the_smallest_budget_has_room_for_all_that_is_kept_beside_weights"
     ),
     Fault("the-tail-of-a-tensor-is-not-updated", "optim.fused:update_all").by(
         never("body < numel"), f"{FILE}::test_tensors_whose_length_is_no_multiple_of_a_vector_are_updated_whole"

@@ -115,7 +115,13 @@ def at_least(rows: tuple[Row, ...]) -> list[Row]:
 
 def where_everything_fits(rows: Sequence[Row]) -> list[Row]:
     """The rows in which parameters may keep their bytes."""
-    return [row for row in rows if (row.budget, row.precision, row.tile_rows) == ("fits", "fp32", None)]
+    return [row for row in rows if (row.budget, row.tile_rows) == ("fits", None)]
+
+
+def binding_of(row: Row) -> str:
+    """What such a row says of its binding."""
+    in_parts = (row.model, row.checkpointing, row.step) == ("tied", "reentrant", "deferred")
+    return "gradients of 16 bits come in parts" if in_parts and row.precision != "fp32" else "whole"
 
 
 def at_once(rows: Sequence[Row], few: Collection[Row] = FEW) -> list[object]:
@@ -129,13 +135,14 @@ def test_no_bit_depends_on_where_model_data_lives(row: Row, tmp_path: Path) -> N
 
 
 WHOLE = where_everything_fits((*PAIRS, *WIDE))
+FEW_WHOLE = cover(WHOLE, every(("checkpointing",), ("tier",), ("precision", "step")))
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("row", at_once(WHOLE, cover(WHOLE, every(("checkpointing",), ("tier",), ("step",)))), ids=str)
+@pytest.mark.parametrize("row", at_once(WHOLE, FEW_WHOLE), ids=str)
 def test_parameters_that_keep_their_bytes_have_the_same_bits(row: Row, tmp_path: Path) -> None:
     outcome, _, _ = run(row, tmp_path)
-    assert outcome.stats.binding == "whole"
+    assert binding_of(row) in outcome.stats.binding
 
 
 IN_BLOCKS = [row for row in PAIRS if row.tile_rows is None]

@@ -171,6 +171,74 @@ def test_a_gradient_waits_for_the_end_of_the_backward_where_it_must_and_nowhere_
         assert twins.session.stats().binding == "whole"
 
 
+def changed(model, x):
+    model.way = "from elsewhere"  # with which no trace was made
+    return model(x * 1)
+
+
+def before_the_model(model, x):
+    return model(FromElsewhere.apply(x, model.layers[0]))
+
+
+def in_a_hook(model, x):
+    y = x * 1
+    y.register_hook(lambda gradient: gradient * model.layers[0].weight.sum())
+    return model(y)
+
+
+def in_a_hook_unseen(model, x):
+    y = x * 1
+
+    def unseen(gradient):
+        with torch._C.DisableTorchFunctionSubclass():
+            return gradient * model.layers[0].weight.sum()
+
+    y.register_hook(unseen)
+    return model(y)
+
+
+@pytest.mark.parametrize("use", [changed, before_the_model, in_a_hook])
+def test_a_backward_that_uses_what_it_has_updated_is_refused_and_waits_from_then_on(use, tmp_path):
+    with Twins(lambda: Other("once")) as twins:
+
+        def step(run):
+            def do(model, optimizer):
+                x = batch().requires_grad_()
+                loss = run(model, x).square().sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return [loss.detach(), x.grad]
+
+            return do
+
+        twins.each(step(lambda model, x: model(x)))
+        twins.session.save_checkpoint(tmp_path)
+        with pytest.raises(StateError, match="is used by a backward that has updated it already"):
+            step(use)(twins.model, twins.session.optimizer)
+        twins.session.load_checkpoint(tmp_path)
+        for _ in range(2):
+            twins.each(step(use))
+        assert twins.session.stats().binding == "whole"
+
+
+def test_code_that_sees_no_classes_reads_nothing_that_the_backward_has_updated():
+    with Twins(lambda: Other("once")) as twins:
+        loss = in_a_hook_unseen(twins.model, batch().requires_grad_()).sum()
+        with pytest.raises(RuntimeError, match="Cannot access data pointer|was read"):
+            loss.backward()
+
+
+def test_after_the_backward_parameters_are_ordinary_ones_again():
+    with Twins(lambda: Other("re-entrant")) as twins:
+        twins.model(batch().requires_grad_()).square().sum().backward()
+        assert [type(parameter) for parameter in twins.model.parameters()] == [nn.Parameter] * 8
+        twins.session.optimizer.step()
+        train(twins.plain, twins.optimizer)
+        twins.session.optimizer.zero_grad()
+        twins.each(train)
+
+
 def test_views_that_anybody_holds_keep_their_values_until_the_backward_ends():
     with Twins(stack) as twins:
 

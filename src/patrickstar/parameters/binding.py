@@ -16,7 +16,8 @@ Note [Whole]
     each forward and step, and before state is read: whether modules have the same parameters, and these the same memory. The first forward that
     does not fit has them bound by use from then on.
     With `step="in_backward"` an update follows the gradient, unless the trace has it that this waits, or somebody has a view of the parameter; a
-    tensor that refuses every use stands in `p.grad` from then on, and as long as it does nobody has zeroed the gradient.
+    tensor that refuses every use stands in `p.grad` from then on, and as long as it does nobody has zeroed the gradient. Until the backward ends the
+    parameter is a stand-in: a function or a hook that uses it is refused.
 """
 
 from __future__ import annotations
@@ -130,8 +131,15 @@ class Binding:
         self.access = WeightAccess(self.records, owner, leases, counts, alias_class=self._alias_class, base=base)
         self.assembled = AssembledTensors(self.access, self._assembled_class, device=device)
         self.changes = Changes(self.access, self.assembled, self._owners_of, rewriting)
-        self.gradients = GradientAccess(self.access, self.assembled, gradients, by_id)
-        self.whole = WholeParameters(list(self), owner, leases, self.gradients, device)
+        self.gradients = GradientAccess(self.access, self.assembled, gradients, by_id, narrow=rewriting is not None)
+        self.whole = WholeParameters(
+            self.access,
+            self.gradients,
+            self.changes,
+            self._bound,
+            parameter_class=self.parameter_class,
+            device=device,
+        )
         if whole:
             self.gradients.stay_put()
         self.saved = SavedTensors(
@@ -183,7 +191,8 @@ class Binding:
 
     def is_managed(self, tensor: Tensor) -> bool:
         """Tells whether a tensor is a managed parameter, and has the class of one."""
-        return id(tensor) in self.names and type(tensor) is (nn.Parameter if self.is_whole else self.parameter_class)
+        kinds = (nn.Parameter, self.parameter_class) if self.is_whole else (self.parameter_class,)
+        return id(tensor) in self.names and type(tensor) in kinds
 
     def are_managed(self) -> bool:
         """Tells whether every parameter has the class of one that is managed."""

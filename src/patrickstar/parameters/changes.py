@@ -7,13 +7,15 @@ Note [Changes in place]
     a trial run as in earnest, and a change is a moment of its own, which writes what the use before it has only read.
     Where more is kept than a weight shows (a split master), its elements must be compared with what they were. That is remembered before
     operations that write by their name, their arguments or their schema; a change by any other is an error.
+    Of parameters that keep their bytes (Note [Whole] in `binding.py`) nobody sees uses: such elements are remembered all the time, and compared
+    before an update and where a master is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -55,12 +57,15 @@ class Changes:
         access: whose owner is told. assembled: what stands for the optimizer's state.
         owners_of: gives the records of the parameters that tensors, in nested containers, are or lie in.
         rewriting: who carries changes to where more is kept than a weight shows, if anybody does.
+        followed: of parameters that keep their bytes, and of which more is kept: their elements, by name; None for copies, which are compared with
+            what is kept.
     """
 
     access: WeightAccess
     assembled: AssembledTensors
     owners_of: Callable[[Any], list[BoundParameter]]
     rewriting: Rewriting | None
+    followed: dict[str, Tensor | None] = field(default_factory=dict)
 
     def watch(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, tensors: Sequence[Tensor]
@@ -85,11 +90,7 @@ class Changes:
         if rewriting is None:
             return {}
         with torch.inference_mode(False), torch.no_grad(), Plain():
-            return {
-                bound.name: self.access.lease(bound.key)[bound.offset : bound.offset + bound.shape_only.numel()].clone()
-                for bound in parameters
-                if rewriting.keeps_more(bound)
-            }
+            return {bound.name: self._elements(bound).clone() for bound in parameters if rewriting.keeps_more(bound)}
 
     def tell(self, watched: WatchedUse) -> None:
         """Tells of what a use has changed, once it has run.
@@ -138,6 +139,31 @@ class Changes:
                 '(torch.library.custom_op(mutates_args=)), or manage with Options(compute="fp32") or precision="fp32"'
             )
 
+    # changes of which nobody tells
+
+    def follow(self, parameters: Iterable[BoundParameter]) -> None:
+        """Remembers parameters that keep their bytes as they are now, as far as more is kept of them than they show."""
+        parameters = list(parameters)
+        self.followed.update(self.remember(parameters))
+        self.followed.update((bound.name, None) for bound in parameters if bound.is_copied)
+
+    def look(self, bound: BoundParameter) -> None:
+        """Carries a change of a parameter that keeps its bytes to where more is kept of it."""
+        if bound.name not in self.followed:
+            return
+        with self.access.lock, Plain(), torch.no_grad():
+            before = self.followed[bound.name]
+            if before is None:
+                self.access.owner.changed(bound.key)
+            elif not torch.equal(self._elements(bound).view(torch.int16), before.view(torch.int16)):
+                assert self.rewriting is not None
+                self.rewriting.carry(bound, before)
+                before.copy_(self._elements(bound))
+
+    def _elements(self, bound: BoundParameter) -> Tensor:
+        """The elements of a parameter whose bytes are there: 1-D, in slot order."""
+        return self.access.lease(bound.key)[bound.offset : bound.offset + bound.shape_only.numel()]
+
     # changes by the library
 
     def outdate(self, names: Iterable[str]) -> None:
@@ -153,6 +179,10 @@ class Changes:
         for bound in with_tiles(self.access.records, names) if living else ():
             if bound.name in living:
                 self.access.owner.renew(bound.name, self.access.lease(bound.name))
+        for name in names if self.followed else ():
+            before = self.followed.get(name)
+            if before is not None:
+                before.copy_(self._elements(self.access.records[name]))
         self.access.owner.updated()
 
     def is_shown(self, name: str) -> bool:

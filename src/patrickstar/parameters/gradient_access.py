@@ -30,18 +30,26 @@ class GradientAccess:
 
     Args:
         assembled: what stands for gradients in chunks. use: where gradients go. bound: the records of parameters and tiles, by `id()`.
+        narrow: whether there are parameters of 16 bits.
 
     Attributes:
         arrives: is told of each gradient of a block that is open, before the owner is.
         are_kept: tells whether the session may have a gradient of any of them.
-        comes: is told of one that autograd is about to add to `p.grad`, where parameters keep their
-            bytes and gradients are used as they come.
+        comes: is told of one that autograd is about to add to `p.grad`, where parameters keep their bytes and somebody has to know.
         own: the parameters whose gradient is the user's own, by name. stay: True where gradients stay the tensors that autograd made.
         are_used: True where gradients are used as they come. used: what stands for them then, where parameters keep their bytes.
+        widen: True where gradients that are more than 16 bits can hold (of several backwards, or multiplied) lie in chunks, wherever parameters do.
+        shown: what `p.grad` has been made to be, of parameters that are ordinary ones.
     """
 
     def __init__(
-        self, access: WeightAccess, assembled: AssembledTensors, use: GradientUse, bound: Mapping[int, BoundParameter]
+        self,
+        access: WeightAccess,
+        assembled: AssembledTensors,
+        use: GradientUse,
+        bound: Mapping[int, BoundParameter],
+        *,
+        narrow: bool,
     ) -> None:
         self._bound = bound
         self._by_name = access.records
@@ -54,11 +62,12 @@ class GradientAccess:
         # By the node that adds to `p.grad`, which lives as long as somebody has it.
         self._early: dict[Node, RemovableHandle] = {}
         self.stay = False
-        self._shown: dict[BoundParameter, Tensor | None] = {}
+        self.shown: dict[BoundParameter, Tensor | None] = {}
         self.are_kept: Callable[[], bool] = lambda: False
         self.arrives: Callable[[BoundParameter], None] = lambda _: None
         self.used = UsedGradients(assembled, access.records)
         self.are_used = use is GradientUse.UPDATE
+        self.widen = use is GradientUse.CHUNK and narrow
         self.own: set[str] = set()
         self.comes: Callable[[str], None] = lambda _: None
 
@@ -70,6 +79,7 @@ class GradientAccess:
 
     def lie_apart(self) -> None:
         """Has gradients go where the session keeps them from now on, but for those that there are."""
+        self.hide(list(self.shown))
         self.own = {name for name, _ in self.owned()}
         self._unhook()
         self.stay = False
@@ -82,7 +92,7 @@ class GradientAccess:
         take = partial(GradientAccess._take, weakref.proxy(self))
         handle = bound.parameter.register_post_accumulate_grad_hook(take)
         self._hooks[bound] = handle
-        if self.stay and self.are_used:
+        if self.stay and (self.are_used or self.widen):
             node = get_gradient_edge(bound.parameter).node
             self._early[node] = node.register_prehook(partial(GradientAccess._expect, weakref.proxy(self), bound))
         # Ours comes first, so that the user's hooks see the accumulated gradient, as in PyTorch. torch walks the plain dict underneath the
@@ -97,6 +107,9 @@ class GradientAccess:
         """Takes nothing off any more: gradients are ordinary parameters'."""
         self._unhook()
         self.used.forget()
+        for bound in list(self.shown):
+            bound.parameter.grad = None
+        self.shown.clear()
         self.own.clear()
 
     def _unhook(self) -> None:
@@ -108,6 +121,8 @@ class GradientAccess:
     def _expect(self, bound: BoundParameter, _: object) -> None:
         with self._access.lock, Plain():
             self.comes(bound.name)
+            if not self.are_used:
+                return
             # Whoever else has a hook is to see the gradient that there is, before it is used: ours is the last.
             hooks, ours = bound.parameter._post_accumulate_grad_hooks, self._hooks[bound].id
             if next(reversed(hooks)) != ours:
@@ -176,20 +191,27 @@ class GradientAccess:
             for bound in records:
                 gradient = self.get(bound)
                 if gradient is not bound.parameter.grad:
-                    self._shown[bound] = bound.parameter.grad = gradient
+                    self.shown[bound] = bound.parameter.grad = gradient
 
     def hide(self, records: Sequence[BoundParameter]) -> None:
         """Ends that. What was assigned meanwhile is the user's own."""
         for bound in records:
             gradient = bound.tensor().grad
-            if self._shown or gradient is not None:
-                shown = self._shown.pop(bound, None)
+            if self.shown or gradient is not None:
+                shown = self.shown.pop(bound, None)
                 own = gradient if shown is None and bound.name in self.own else None
                 if gradient is not (own if shown is None else shown):
                     bound.parameter.grad = None
                     self.set(bound, gradient)
                 elif shown is not None:
                     bound.parameter.grad = None
+
+    def take_back(self) -> None:
+        """Takes over what has become of gradients that lie in chunks, where nobody tells: they were zeroed, or others were assigned."""
+        with Plain():
+            shown = list(self.shown)
+            self.hide(shown)
+            self.show(shown)
 
     def is_not_own(self, name: str) -> None:
         """Notes that the user has let go of a parameter's own gradient: the next one goes to the owner again, if that keeps gradients."""
@@ -199,7 +221,8 @@ class GradientAccess:
     def own_of(self, name: str) -> Tensor | None:
         """The gradient of a parameter that is the user's own, if there is one."""
         with Plain():
-            return self._by_name[name].parameter.grad if name in self.own and not self.used.there([name]) else None
+            own = self._by_name[name].parameter.grad if name in self.own else None
+            return own if self._assembled.of(own) is None else None
 
     def owned(self) -> Iterator[tuple[str, Tensor]]:
         """The gradients that are the user's own, each after the name of its parameter."""

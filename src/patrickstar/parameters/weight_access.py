@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Touch
+from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey, Key, Leases, WeightKey
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.owner import Owner
@@ -31,6 +32,8 @@ class WeightAccess:
         lock: held while bytes are given and taken. held: how many uses and module calls hold a parameter now, of those that are held.
         open: parameters that a block's backward holds, each with the 1-D tensor that it lies in, which is the same for all who ask meanwhile.
         in_blocks: parameters of blocks, by `id()`.
+        updated: parameters that keep their bytes and that the backward under way has updated, so that it must not use them any more.
+        is_surprised: whether a backward has wanted one of these.
         recomputed: versions of parameters, by `id()`, at which a recomputation of a forward, in backward, has left them.
     """
 
@@ -44,6 +47,8 @@ class WeightAccess:
     held: dict[BoundParameter, int] = field(default_factory=dict, init=False)
     open: dict[BoundParameter, Tensor] = field(default_factory=dict, init=False)
     in_blocks: set[int] = field(default_factory=set, init=False)
+    updated: set[str] = field(default_factory=set, init=False)
+    is_surprised: bool = field(default=False, init=False)
     recomputed: dict[int, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -63,6 +68,8 @@ class WeightAccess:
             return {}
         if transform_level() is not None:
             expect_no_transform(f"a use of {found[0].name}")
+        if self.updated and tell is None and backward_id() != -1:
+            self._expect_none_updated(found)
         with self.lock:
             touches = found[0].touches
             if len(found) > 1:
@@ -76,6 +83,17 @@ class WeightAccess:
                     with NotInference():
                         bound.tensor().data = torch.as_strided(leased[bound.key], *bound.view)
             return leased
+
+    def _expect_none_updated(self, found: Sequence[BoundParameter]) -> None:
+        """Raises StateError where a use in the backward would see a value of after the update. See Note [Updates in backward]."""
+        for bound in found:
+            if bound.name in self.updated:
+                self.is_surprised = True
+                raise StateError(
+                    f'{bound.name} is used by a backward that has updated it already (step="in_backward"): a function or a hook uses it there, and '
+                    'no trace of the forward shows that. Manage with step="deferred", or call session.load_checkpoint(dir) and go on: from now on '
+                    "updates wait until the backward ends"
+                )
 
     def _fetched(
         self, found: Sequence[BoundParameter], touches: Sequence[Touch], tell: Callable[[str, Sequence[Touch]], None]

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from patrickstar.errors import StateError
-from patrickstar.memory.leases import Leases
 from patrickstar.parameters.attributes import not_its_own
 from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.changes import Changes
 from patrickstar.parameters.gradient_access import GradientAccess
 from patrickstar.parameters.owner import Owner
-from patrickstar.torch_private import Plain
+from patrickstar.parameters.weight_access import WeightAccess
+from patrickstar.torch_private import Plain, backward_id
 
 
 def manager_of(parameter: Tensor) -> Owner | None:
@@ -31,63 +31,102 @@ class WholeParameters:
     """The parameters of a binding, while they keep their bytes.
 
     Args:
-        records: of all of them. owner: brings the bytes. leases: of the slots. gradients: what `.grad` is. device: where the parameters are.
+        access: has their records, their owner, who brings the bytes, and leases of slots. gradients: what `.grad` is. device: where they are.
+        changes: carries changes by hand to where more is kept than a parameter shows.
+        by_use: the records of those that are bound by use, by `id()`. parameter_class: of these.
     """
 
     def __init__(
         self,
-        records: Sequence[BoundParameter],
-        owner: Owner,
-        leases: Leases,
+        access: WeightAccess,
         gradients: GradientAccess,
+        changes: Changes,
+        by_use: dict[int, BoundParameter],
+        *,
+        parameter_class: type[Any],
         device: torch.device | None,
     ) -> None:
-        self._records = records
-        self._owner = owner
-        self._leases = leases
+        self._access = access
         self._gradients = gradients
+        self._changes = changes
+        self._by_use = by_use
+        self._parameter_class = parameter_class
         self._device = device or torch.device("cpu")
         self._addresses: list[tuple[BoundParameter, int]] = []
         self._trained: set[str] = set()
+        self._withheld: dict[BoundParameter, Tensor] = {}
 
     def take(self) -> None:
         """Gives parameters, which are of the ordinary class, their bytes for good. Their gradients stay where autograd makes them."""
-        for bound in self._records:
+        records = list(self._access.records.values())
+        for bound in records:
             self._hold(bound)
-        self._addresses = [(bound, bound.tensor().data_ptr()) for bound in self._records]
-        trained = [bound for bound in self._records if bound.tensor().requires_grad]
+        self._addresses = [(bound, bound.tensor().data_ptr()) for bound in records]
+        trained = [bound for bound in records if bound.tensor().requires_grad]
         self._trained = {bound.name for bound in trained}
         self._gradients.stay_put()
-        for bound in trained if self._gradients.are_used else trained[:1]:  # one tells of a backward
+        tell_of_all = self._gradients.are_used or self._gradients.widen
+        for bound in trained if tell_of_all else trained[:1]:  # one tells of a backward
             self._gradients.watch(bound)
+        if self._gradients.widen:
+            self._gradients.show(trained)
+        self._changes.follow(records)
 
     def _hold(self, bound: BoundParameter) -> None:
         parameter, place = bound.parameter, bound.shape_only
         if not place.numel():
             return
-        self._owner.use(bound.name, bound.touches)
-        part = self._leases.take_part(bound.ref, slice(bound.offset, bound.offset + place.numel()))
+        self._access.owner.use(bound.name, bound.touches)
+        if bound.is_copied:
+            part = self._access.leases.take_copy(bound.name, self._access.owner.make_copy)
+        else:
+            part = self._access.leases.take_part(bound.ref, slice(bound.offset, bound.offset + place.numel()))
         storage: Any = part.untyped_storage()  # which the parameter has for good, and with it leads to its owner
-        storage.managed_by = weakref.ref(self._owner)
+        storage.managed_by = weakref.ref(self._access.owner)
         gradient, parameter.grad = parameter.grad, None
         parameter.data = torch.as_strided(part, place.shape, place.stride())
         parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
 
-    def take_back(self) -> None:
+    def withhold(self, name: str) -> None:
+        """Takes the bytes of a parameter away until its backward has ended: that has updated it, and is to see no value of after the update."""
+        bound = self._access.records[name]
+        self._access.updated.add(name)
+        self._withheld[bound] = bound.parameter.data
+        self._by_use[id(bound.parameter)] = bound
+        bound.parameter.data = bound.standin
+        bound.parameter.__class__ = self._parameter_class
+
+    def give_back(self) -> None:
+        """Gives parameters their bytes again."""
+        self._access.updated.clear()
+        with Plain():
+            while self._withheld:
+                bound, data = self._withheld.popitem()
+                del self._by_use[id(bound.parameter)]
+                bound.parameter.__class__ = nn.Parameter
+                bound.parameter.data = data
+
+    def take_back(self, *, for_forward: bool = False) -> None:
         """Takes over what was done by hand: other memory (`p.data = value`), whose values are copied, an end of being frozen.
 
         Raises:
             StateError: the memory is of another shape, type or device. BudgetError: there is no room for training what was frozen.
         """
+        if backward_id() != -1:
+            return
+        self.give_back()
         with Plain():
             for bound, address in self._addresses:
                 parameter = bound.tensor()
                 if parameter.data_ptr() != address:
                     self._take_value(bound)
                 if parameter.requires_grad and bound.name not in self._trained:
-                    self._owner.thawed(bound.name)
+                    self._access.owner.thawed(bound.name)
                     self._trained.add(bound.name)
                     self._gradients.watch(bound)
+                    self._changes.follow([bound])
+                if for_forward and bound.is_copied:
+                    self._changes.look(bound)  # it shows what was written to it, and is to compute with what is kept
 
     def _take_value(self, bound: BoundParameter) -> None:
         value, place = bound.parameter.data, bound.shape_only
@@ -101,3 +140,4 @@ class WholeParameters:
     def forget(self) -> None:
         """Notices nothing any more: parameters are bound by use from now on, or nobody's."""
         self._addresses.clear()
+        self._changes.followed.clear()

@@ -46,7 +46,8 @@ class Touches:
         comes in one piece where all uses are in one graph; a use under `no_grad` inside a forward is the mark of re-entrant checkpointing,
         whose recomputations are graphs of their own, each with a gradient of its own. And a use through `detach()` may need the bytes after
         the gradient has come. In both cases the gradient is kept and the update waits until the backward call ends. Where parameters keep their
-        bytes nobody counts uses: the trace of the forward has counted them (`Whole.may_update`).
+        bytes nobody counts uses: the trace of the forward has counted them (`Whole.may_update`). There a use of what the backward has updated is
+        refused: a hook's, or a function's in a forward that is not as its trace.
     """
 
     layout: Layout

@@ -152,7 +152,7 @@ def build_step(
     if optimizer is not None:
         shared: dict[str, Any] = {"binding": binding, "layout": layout, "executor": executor, "stretches": stretches}
         shared |= {"in_chunks": in_chunks}
-        updates = OptimizerStep(planner=planner, passes=passes, **shared)
+        updates = OptimizerStep(planner=planner, passes=passes, whole=whole, **shared)
         shared |= {"updates": updates, "touches": touches, "hypers": hypers, "whole": whole}
         if in_backward:
             training = InBackwardTraining(handed_out=handed_out, **shared)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from patrickstar.core.planes import REST, WEIGHT, PlaneRef
+from patrickstar.errors import StateError
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.optim.user_optimizer import begin_anew, return_state
 from patrickstar.parameters.bound import BoundParameter
@@ -80,7 +81,12 @@ class Closing:
         if not self._keeps or training is None or training.in_backward:
             return
         reserved = stretch.reserve_bytes
-        for name, gradient in training.gradients():
+        try:
+            gradients = training.gradients()
+        except StateError as problem:
+            _log.warning("the gradients are dropped: %s", problem)
+            return
+        for name, gradient in gradients:
             if gradient.layout is not torch.strided:
                 continue  # the user's own, which no step takes
             stretch.reserve(gradient.nbytes)

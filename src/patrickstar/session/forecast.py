@@ -161,7 +161,7 @@ def _forecast(
     except CannotTrace as problem:
         raise Error(f"the model cannot be traced without running it, so there is no forecast: {problem}") from problem
     step = foreseen.trace
-    whole_gradients = _whole_gradients(setup, step, by_chance=foreseen.by_chance)
+    whole_gradients = _whole_gradients(setup, foreseen)
     clips = clip or memory.max_grad_norm is not None
     late = kept_gradients(step, layout)
     takes_norm = clips and not in_backward
@@ -223,10 +223,10 @@ def _forecast(
     )
 
 
-def _whole_gradients(setup: Setup, step: Trace, *, by_chance: bool) -> int | None:
+def _whole_gradients(setup: Setup, foreseen: Foreseen) -> int | None:
     """Bytes of gradients that no trace has, where parameters keep their bytes in such a step; None where they are bound by use."""
-    state_bytes, gradient_bytes = setup.sizes(setup.kept_gradients(None if by_chance else step))
-    if setup.by_use or not setup.budgets.hold(state_bytes, step.peak):
+    state_bytes, gradient_bytes = setup.sizes(setup.kept_gradients(None if foreseen.by_chance else foreseen.trace))
+    if setup.by_use or foreseen.by_use or not setup.budgets.hold(state_bytes, foreseen.trace.peak):
         return None
     return gradient_bytes
 

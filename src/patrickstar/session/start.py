@@ -50,6 +50,7 @@ class Setup:
     Attributes:
         memory: the options of `manage`. formats: planes and their types, as they are now.
         gradients: where these go. binding: how parameters are bound at most. passes: over planes, by type of device; None: those of a GPU, on paper.
+        has_gradients: whether some parameter has one already.
     """
 
     memory: MemoryOptions
@@ -60,6 +61,7 @@ class Setup:
     formats: SessionFormats
     passes: Mapping[str, Passes] | None
     binding: BindingKind = "whole"
+    has_gradients: bool = False
 
     @property
     def by_use(self) -> str:
@@ -74,7 +76,9 @@ class Setup:
         """The reason why parameters are bound by use whatever the budget; empty where there is none."""
         reasons = {
             "asked for": self.binding != "whole",
-            "16-bit weights have masters": self.precision.mixed,
+            "gradients of 16 bits from before manage()": self.has_gradients
+            and self.precision.mixed
+            and self.gradients is GradientUse.UPDATE,
             "Options(tile_rows=)": self.memory.options.tile_rows is not None,
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
@@ -86,14 +90,22 @@ class Setup:
         return frozenset(() if self.gradients is GradientUse.NONE else self.layout.slices)
 
     def sizes(self, kept: Collection[str]) -> tuple[int, int]:
-        """Bytes of all model states together on the tier that computes, with these gradients as tensors of fp32; and of these alone."""
+        """Bytes of all model states together on the tier that computes, and of those among them that are no units.
+
+        These are these gradients, as tensors of fp32, copies of weights in the type that computes, and elements by which changes by hand are found.
+        """
         formats, layout = self.formats.now, self.layout
         units = formats.units(layout, tuple(plane for plane in self.gradients.planes if plane != GRAD))
         slots = sum(slots_of(ref, layout, formats) for ref in units)
         places = [place for name, place in layout.slices.items() if name in kept]
         trained = [place for place in places if formats.is_trained(place.chunk, layout)]
-        gradient_bytes = sum(block_bytes(4 * place.numel, self.budgets.device.type) for place in trained)
-        return slots * bytes_of_slot(layout, formats) + gradient_bytes, gradient_bytes
+        device = self.budgets.device.type
+        beside_bytes = sum(block_bytes(4 * place.numel, device) for place in trained)
+        dtypes, copied = self.precision.parameter_dtypes(layout), self.precision.copied(layout)
+        for name, piece in layout.slices.items():
+            if name in copied or formats.is_split(piece.chunk, layout):
+                beside_bytes += block_bytes(dtypes[name].itemsize * piece.numel, device)
+        return slots * bytes_of_slot(layout, formats) + beside_bytes, beside_bytes
 
     def places(self, model: nn.Module, names: Mapping[int, str]) -> tuple[Place, ...]:
         """The outermost blocks of a model that may be bound at once. `names`: of its parameters, by `id()`."""
@@ -171,6 +183,7 @@ def set_up(
         formats=SessionFormats(precision.formats),
         passes=passes,
         binding=binding,
+        has_gradients=any(parameter.grad is not None for parameter in named.values()),
     )
 
 

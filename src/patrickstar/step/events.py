@@ -183,7 +183,9 @@ class Events(Owner):
         """
         if not self.whole.why:
             if not is_ordinary_call() or is_running_in("torch.nn.utils.stateless") or os.getpid() != self._process:
-                return args, kwargs  # nobody has to see it: the parameters are ordinary, or others, or a forked child's
+                return cast_inputs(
+                    (args, kwargs), self.compute
+                )  # nobody has to see it: parameters are ordinary, or others, or a forked child's
         else:
             try:
                 expect_ordinary_call(module, args, kwargs, self.outside)
@@ -203,7 +205,7 @@ class Events(Owner):
             self.training.begin_forward()
         self.check_watch()
         if self.binding.is_whole:
-            self.binding.whole.take_back()
+            self.binding.whole.take_back(for_forward=True)
         with self.executor.lock:
             self.stretches.begin_forward(self.registered, self.named, args, kwargs)
         self.touches.begin_forward()

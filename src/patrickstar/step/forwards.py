@@ -89,7 +89,7 @@ class KnownForwards:
             _log.info("no trace for this forward (%s): it runs unplanned once and is measured", problem)
             return
         known.trace = known.offline = foreseen.trace
-        known.by_chance = foreseen.by_chance
+        known.by_chance, known.by_use = foreseen.by_chance, foreseen.by_use
         start = self.late_planes.with_room_for(known.trace)
         need = worst_moment(known.trace, start=start, trained=torch.is_grad_enabled())
         expect_room(need, self.budgets.machine_for(need.nbytes, taken_bytes=self.taken_bytes()))

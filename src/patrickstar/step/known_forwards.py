@@ -37,6 +37,7 @@ class KnownForward:
     Attributes:
         trace: what the forward is expected to do. offline: the forecast at first. measured: what the forward did when it was last recorded.
         reason: why there is no trace. by_chance: whether the forward branches on numbers that it draws.
+        by_use: why its bits would be others if nobody saw each use of a parameter; empty where they would not.
         measurements: how often a measured trace has taken the place of another. departures: steps in a row that did not go as the trace.
         measure_next: whether the next step is to be measured. reserved: the trace for whose gradients there is room.
         lets_go_at: the moment, between forward and backward, before which gradients of the step before are let go of; 0: there is none.
@@ -50,6 +51,7 @@ class KnownForward:
     measured: Trace | None = None
     reason: str = ""
     by_chance: bool = False
+    by_use: str = ""
     measurements: int = 0
     departures: int = 0
     measure_next: bool = False
@@ -145,6 +147,7 @@ def like_a_larger_one(key: Signature, known: Mapping[Signature, KnownForward]) -
     return KnownForward(
         trace=least.trace,
         by_chance=least.by_chance,
+        by_use=least.by_use,
         excess_bytes=least.excess_bytes,
         knows_workspaces=least.knows_workspaces,
         blocks=least.blocks,

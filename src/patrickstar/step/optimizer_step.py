@@ -14,19 +14,21 @@ from torch import Tensor
 from patrickstar.core.layout import ALIGNMENT, Layout, Part
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
-from patrickstar.core.trace import Phase
+from patrickstar.core.trace import Phase, Touch
+from patrickstar.memory.interruptions import InterruptionsPutOff
 from patrickstar.memory.lanes import Task
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.passes import Passes
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.planner import Planner
-from patrickstar.plan.touches import update_parts
+from patrickstar.plan.touches import update_touches
 from patrickstar.step.executor import Executor
 from patrickstar.step.gradients import Gradients, in_plane
 from patrickstar.step.pending_step import Doer, PendingStep
 from patrickstar.step.precision import torch_type
 from patrickstar.step.stretches import Stretches
+from patrickstar.step.whole import Whole, expect_dense
 from patrickstar.torch_private import one_thread_here
 
 
@@ -73,6 +75,7 @@ class OptimizerStep(Doer):
 
     Attributes:
         in_chunks: the gradients in the plane. planner: has the traces of updates. passes: by type of device.
+        whole: the parameters as long as they keep their bytes.
         steps: updates so far, by parameter name; a parameter that was never updated has no entry.
         seconds: duration of the last step. is_half_done: whether one has failed half way.
     """
@@ -84,6 +87,7 @@ class OptimizerStep(Doer):
     in_chunks: Gradients
     planner: Planner
     passes: Mapping[str, Passes]
+    whole: Whole
 
     steps: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
@@ -163,26 +167,58 @@ class OptimizerStep(Doer):
     def update_now(
         self,
         bound: BoundParameter,
-        gradient: Tensor,
+        gradient: Tensor | None,
         *,
         hyper: Hyper,
-        gather: Callable[[BoundParameter, Part, Tensor, Hyper], bool],
+        gather: Callable[[BoundParameter, Part, Tensor, Hyper], bool] = lambda *_: False,
     ) -> None:
-        """Updates one parameter, or tile, from a gradient that has just arrived and is its whole gradient, but for what `gather` has taken."""
-        name = bound.name
+        """Updates one parameter, or tile, from its whole gradient, but for what `gather` has taken. `gradient`: None where it lies in its plane."""
+        name, formats = bound.name, self.planner.formats.now
+        self.binding.changes.look(bound)
         with self.executor.apart():
             # As it would come out of its plane, whenever the update is done.
-            form = self.planner.formats.now.of(PlaneRef(bound.ref.chunk, GRAD), self.layout)
-            flat = bound.flat(gradient).to(torch_type(form))
-            for part, touches in update_parts(self.layout, name, formats=self.planner.formats.now):
-                piece = flat[part.tensor_start : part.tensor_start + part.stop - part.start]
-                if not gather(bound, part, piece, hyper):
-                    units = self.executor.use(Phase.BACKWARD, name, touches)
-                    planes = self._planes(
-                        part.chunk, {touch.ref: unit for touch, unit in zip(touches, units, strict=True)}
-                    )
-                    planes.update(slice(part.start, part.stop), piece, step=self.steps[bound.owner], hyper=hyper)
+            form = formats.of(PlaneRef(bound.ref.chunk, GRAD), self.layout)
+            flat = None if gradient is None else bound.flat(gradient).to(torch_type(form))
+            for part in self.layout.parts(name):
+                kept = PlaneRef(part.chunk, GRAD)
+                touches = update_touches(part.chunk, self.layout, formats, *([Touch(kept)] if flat is None else []))
+                span, tensor_stop = slice(part.start, part.stop), part.tensor_start + part.stop - part.start
+                piece = None if flat is None else flat[part.tensor_start : tensor_stop]
+                if piece is not None and gather(bound, part, piece, hyper):
+                    continue
+                found = self.executor.use(Phase.BACKWARD, name, touches)
+                units = {touch.ref: unit for touch, unit in zip(touches, found, strict=True)}
+                self._planes(part.chunk, units).update(
+                    span,
+                    units[kept][span] if piece is None else piece,
+                    step=self.steps[bound.owner],
+                    hyper=hyper,
+                    factors=self.in_chunks.factors.get(name, ()),
+                )
         self.binding.changes.stepped([name])
+
+    def update_whole(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
+        """Updates parameters that keep their bytes from the gradients that they have, and counts it.
+
+        Raises:
+            StateError: a gradient is sparse. Nothing has changed then.
+        """
+        by_name, is_split = self.binding.by_name, self.planner.formats.now.is_split
+        apart = {
+            name: self.binding.gradients.own_of(name)
+            for name in names
+            if name in self.in_chunks.names or by_name[name].is_copied or is_split(by_name[name].ref.chunk, self.layout)
+        }
+        for name, gradient in apart.items():
+            if gradient is not None:
+                expect_dense(name, gradient)
+        with self.executor.lock, InterruptionsPutOff():
+            self.whole.update([name for name in names if name not in apart], hypers, self.steps)
+            self.is_half_done = bool(apart)
+            for name, gradient in apart.items():
+                self.steps[name] = self.steps.get(name, 0) + 1
+                self.update_now(by_name[name], gradient, hyper=hypers[name])
+            self.is_half_done = False
 
     def _planes(self, chunk: int, units: Mapping[PlaneRef, Tensor]) -> _Planes:
         head = self.layout.run_of(chunk).head

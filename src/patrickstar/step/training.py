@@ -148,9 +148,9 @@ class Training(ABC):
                 if set_to_none:
                     parameter.grad = None
                     self.binding.gradients.is_not_own(name)
-                elif parameter.grad is not None:
-                    parameter.grad = parameter.grad.detach_() if parameter.grad.grad_fn is not None else parameter.grad
-                    parameter.grad.requires_grad_(False).zero_()
+                elif (own := self.binding.gradients.own_of(name)) is not None:
+                    parameter.grad = own.detach_() if own.grad_fn is not None else own
+                    own.requires_grad_(False).zero_()
         if set_to_none:
             for name in sorted((self.in_chunks.names | self.in_chunks.incomplete.keys()) & wanted):
                 self.in_chunks.drop(name)

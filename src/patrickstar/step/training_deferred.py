@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ from patrickstar.optim.norm import Norm, clip_factor, norm_of
 from patrickstar.plan.touches import gradient_parts
 from patrickstar.step.gradients import in_plane
 from patrickstar.step.overflow import OverflowFlag, names_of, read
+from patrickstar.step.sixteen_bit_gradients import SixteenBitGradients
 from patrickstar.step.training import Training
 from patrickstar.torch_private import backward_id
 
@@ -30,6 +34,12 @@ class DeferredTraining(Training):
 
     _norm: Tensor | None = None  # of the gradients as they are, taken before `step`
 
+    def __post_init__(self) -> None:
+        self._narrow = SixteenBitGradients(self.binding, self.in_chunks, self.executor)
+        self.binding.gradients.comes = partial(DeferredTraining._comes, weakref.proxy(self))
+        self.whole.begins = partial(DeferredTraining._end_backwards, weakref.proxy(self))
+        self.whole.leaving = self._narrow.put_in_chunks
+
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Takes a gradient that has arrived, which autograd keeps where nothing has to move."""
         stretch = self.executor.pilot.stretch
@@ -37,11 +47,40 @@ class DeferredTraining(Training):
             stretch.gives_gradients()
         if self._bringing != backward_id():
             self._notice_backward()
-        if not self.binding.gradients.stay:
+        if self.binding.gradients.stay:
+            self._narrow.arrived(self.binding.records[name], gradient)
+        else:
             self._keep(self.binding.records[name], gradient)
 
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+    def _comes(self, name: str) -> None:
+        if self._bringing != backward_id():
+            self._notice_backward()
+        self._narrow.comes(name)
+
+    def _backward_ends(self, inside: bool) -> None:
+        super()._backward_ends(inside)
+        if not inside and self._narrow.came:
+            self._narrow.backward_ended()
+
+    def _end_backwards(self) -> None:
+        """Notes the end of a backward of whose end nobody has told."""
+        if backward_id() == -1 and self.binding.gradients.widen:
+            if self._is_nested:
+                self._end()  # of the backward around the last one: nobody has told of it
+            self._narrow.came.clear()  # an exception has ended it
+
+    def _expect_gradients(self) -> None:
+        """Makes ready for a use of all gradients. StateError where they are not those of whole backwards."""
         self.executor.settle()
+        if self.binding.gradients.stay:
+            self._end_backwards()
+            self._narrow.take_back()
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        self._expect_gradients()
+        return self._gradients()
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, bound in self.binding.by_name.items():
             own = self.binding.gradients.own_of(name)
             if own is not None:
@@ -52,7 +91,7 @@ class DeferredTraining(Training):
     # clipping
 
     def clip(self, max_norm: float) -> Tensor:
-        self.executor.settle()
+        self._expect_gradients()
         norm, self._norm = self._norm, None
         if norm is None:
             norm = self._take_norm(self.in_chunks.overflow.flags())
@@ -62,21 +101,30 @@ class DeferredTraining(Training):
     def _take_norm(self, flags: Sequence[OverflowFlag]) -> Tensor:
         """The global norm of all gradients: 0-dim, fp32. `flags`: are read with it, so that the host waits for a device once."""
         if self.binding.gradients.stay:
-            return self._norm_of_own(flags)
+            return self._norm_of(Trace(()), flags, own=dict(self.binding.gradients.owned()))
         with in_plane(self.binding, self.in_chunks, self.binding.by_name):
             trace = self.stretches.begin_norm(self.updates.planner.norm_trace(self.in_chunks.names))
             with noticed_at("the norm of the gradients, which the step waits for"):
-                norm = self._norm_in_chunks(trace, flags)
+                norm = self._norm_of(trace, flags)
             self.stretches.end()
         return norm
 
-    def _norm_in_chunks(self, trace: Trace, flags: Sequence[OverflowFlag]) -> Tensor:
-        """The norm of what is in chunks, multiplied with its factors first. `trace`: the moments that read it, which say on which tier."""
+    def _norm_of(
+        self, trace: Trace, flags: Sequence[OverflowFlag], *, own: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> Tensor:
+        """The norm of what is in chunks, multiplied with its factors first.
+
+        `trace`: the moments that read it, which say on which tier. `own`: gradients that are tensors of their own, by name.
+        """
         by_unit = {touch.ref: (touch,) for moment in trace.moments for touch in moment.touches}
         norm: Norm | None = None
         with self.executor.apart():
             for name in self.layout.slices:
-                if name in self.in_chunks.names:
+                if name in own:
+                    norm = norm or self._begin_norm()
+                    norm.add(self.binding.by_name[name].flat(own[name]))
+                    norm.end_tensor()
+                elif name in self.in_chunks.names:
                     for part, touches in gradient_parts(self.layout, name, writes=False):
                         here = by_unit.get(touches[0].ref, touches)
                         (unit,) = self.executor.use(Phase.STEP, name, here)
@@ -86,16 +134,6 @@ class DeferredTraining(Training):
                         norm.end_tensor()
             return norm_of(read(flags, (norm or self._begin_norm()).numbers()))
 
-    def _norm_of_own(self, flags: Sequence[OverflowFlag]) -> Tensor:
-        """The norm of gradients that are tensors of their own."""
-        norm, own = self._begin_norm(), dict(self.binding.gradients.owned())
-        with self.executor.apart():
-            for name in self.layout.slices:
-                if name in own:
-                    norm.add(self.binding.by_name[name].flat(own[name]))
-                    norm.end_tensor()
-            return norm_of(read(flags, norm.numbers()))
-
     def _begin_norm(self) -> Norm:
         device = self.binding.device
         if device is None:
@@ -104,6 +142,7 @@ class DeferredTraining(Training):
 
     def multiply(self, factor: Tensor) -> None:
         """Multiplies every gradient there is with a factor (0-dim fp32)."""
+        self._narrow.put_in_chunks()
         self.in_chunks.multiply(factor)
         with self.executor.quiet():
             for _, own in self.binding.gradients.owned():
@@ -111,7 +150,8 @@ class DeferredTraining(Training):
 
     def overflowed(self) -> list[OverflowFlag]:
         """Flags of gradients that have, or may have, an Inf or NaN, in the order of arrival. A device has perhaps not answered yet."""
-        self.executor.settle()
+        self._expect_gradients()
+        self._narrow.put_in_chunks()
         own = [OverflowFlag.of(name, torch.isfinite(own).all()) for name, own in self.binding.gradients.owned()]
         return [*self.in_chunks.overflow.flags(), *own]
 
@@ -137,7 +177,10 @@ class DeferredTraining(Training):
     def step(self) -> None:
         """Notes the update of every parameter that has a gradient and is in a group."""
         self.expect_whole()
-        self.executor.settle()
+        if self.binding.gradients.stay:
+            self._expect_gradients()
+        else:
+            self.executor.settle()
         if self.max_grad_norm is not None:
             self.clip(self.max_grad_norm)
         hypers = self.hypers()
@@ -166,7 +209,11 @@ class DeferredTraining(Training):
         names = [
             name for name, bound in self.binding.by_name.items() if name in hypers and bound.tensor().grad is not None
         ]
-        self.whole.update(names, hypers, self.steps)
+        for name in names if self.binding.gradients.widen else ():
+            own = self.binding.gradients.own_of(name)
+            if own is not None:
+                self._narrow.make_fit(self.binding.by_name[name], own)
+        self.updates.update_whole(names, hypers)
         self.updates.seconds = time.perf_counter() - began
         stretch = self.executor.pilot.stretch
         stretch.gives_gradients()  # of which most have not been told of

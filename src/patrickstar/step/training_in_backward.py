@@ -64,6 +64,7 @@ class InBackwardTraining(Training):
             if name in self._backward_hypers and name not in self._added:
                 if name not in self._postponed and self.whole.may_update(name):
                     self._update({name}, self._backward_hypers)
+                    self.binding.whole.withhold(name)
                 else:
                     self._postponed.add(name)
             return
@@ -112,6 +113,7 @@ class InBackwardTraining(Training):
     def _backward_ends(self, inside: bool) -> None:
         super()._backward_ends(inside)
         if not inside:
+            self.binding.whole.give_back()
             self._end_gathering()
         self._unfinished = False
         if not inside:
@@ -133,14 +135,18 @@ class InBackwardTraining(Training):
         if self.whole.why:
             self._update(left, hypers)
         else:
-            self.whole.update(sorted(left), hypers, self.steps)  # from gradients that stay
+            for name in left:  # from gradients that stay
+                gradient = self.binding.gradients.own_of(name)
+                if gradient is not None:
+                    self.in_chunks.make_fit(self.binding.by_name[name], gradient.dtype)
+            self.updates.update_whole(sorted(left), hypers)
 
     def _update(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
         """Updates parameters now, from gradients that are kept, which are let go then, or from the user's own."""
         if not names:
             return
         if not self.whole.why:
-            self.whole.update(sorted(names), hypers, self.steps)
+            self.updates.update_whole(sorted(names), hypers)
             self._updated.update(names)
             self.binding.gradients.used.put(names)
             return
@@ -245,6 +251,8 @@ class InBackwardTraining(Training):
         self.stretches.step_ended()
 
     def expect_whole(self) -> None:
+        if backward_id() == -1:
+            self.binding.whole.give_back()
         if backward_id() == -1 and not self.whole.why:
             if self._is_nested:
                 self._end()  # of the backward around the last one: nobody has told of it

@@ -52,6 +52,7 @@ class Weights:
     def master_pieces(self, name: str) -> Iterator[Tensor]:
         """A parameter's master as 1-D fp32 pieces on the host in slot order; each valid until the next is asked for, and not to be written."""
         bound = self.binding.by_name[name]
+        self.binding.changes.look(bound)
         for part in self.layout.parts(name):
             weight, rest = self._halves(bound.name, part, writes=False)
             if weight.dtype is torch.float32:

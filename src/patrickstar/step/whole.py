@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from patrickstar.core.layout import Layout
-from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, WEIGHT, PlaneRef
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.errors import BudgetError, StateError
 from patrickstar.memory.interruptions import InterruptionsPutOff
@@ -47,7 +47,7 @@ class Whole:
         passes: by type of device. kept_in: gives the parameters whose gradients wait in a step with a trace, or with one that nobody knows.
         sizes: gives the bytes of all model states with these gradients, which are no units and in no trace, and those of the gradients alone.
         why: why parameters are bound by use; empty as long as they are not.
-        left: is called where they are from now on.
+        begins: is called before a forward, as long as they are not. leaving: before they may be, left: where they are from now on.
         kept: the parameters whose gradients wait in the step under way.
     """
 
@@ -61,6 +61,8 @@ class Whole:
     budgets: Budgets
     why: str
 
+    begins: Callable[[], None] = lambda: None
+    leaving: Callable[[], None] = lambda: None
     left: Callable[[], None] = lambda: None
     kept: frozenset[str] = field(init=False)
     _places: dict[str, list[_Place]] = field(default_factory=dict)
@@ -82,8 +84,10 @@ class Whole:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes that gradients take beside the units and what traces have."""
-        return self._sizes[1]
+        """Bytes that gradients, and what is kept beside weights of 16 bits, take beside the units and what traces have."""
+        state = self.executor.store.state
+        kept = (state.unit_bytes(ref) for ref in state.home if ref.plane == GRAD and not state.is_free(ref))
+        return max(0, self._sizes[1] - sum(kept))
 
     def sizes_changed(self) -> None:
         """Notes that there are other units, or units of other sizes."""
@@ -100,7 +104,12 @@ class Whole:
             BudgetError: something holds their memory: a graph whose backward is still to come, a view. Nothing has changed then.
         """
         if torch.is_grad_enabled():
-            self.kept = self.kept_in(None if expected.by_chance else expected.trace)
+            is_unknown = expected.by_chance or self.binding.access.is_surprised
+            self.kept = self.kept_in(None if is_unknown else expected.trace)
+        if not self.why:
+            self.begins()
+            if expected.by_use:
+                self._leave(expected.by_use, needed=0, room=0)
         if self.why or not self.budgets.bind:
             return not self.why
         beside, states, room = reserve_bytes(), self._sizes[0], self.budgets.room_bytes()
@@ -117,6 +126,9 @@ class Whole:
     def _leave(self, why: str, *, needed: int, room: int) -> None:
         store, weights = self.executor.store, [ref for ref in self.executor.store.state.home if ref.plane == WEIGHT]
         self._places.clear()
+        self.leaving()
+        for bound in self.binding:
+            self.binding.changes.look(bound)
         if store.works.is_queued:
             store.works.compute([Touch(ref) for ref in weights])  # what is queued on a device still reads them
         self.binding.let_go()
@@ -160,10 +172,8 @@ class Whole:
             for name in names:
                 bound = by_name[name]
                 gradient = bound.tensor().grad
-                if gradient is None or gradient.layout is not torch.strided:
-                    raise StateError(
-                        f"{name} has a gradient that is not dense: sparse gradients cannot be managed; use sparse=False"
-                    )
+                assert gradient is not None, f"{name} has no gradient"
+                expect_dense(name, gradient)
                 flat = bound.flat(gradient)
                 planes = alike.setdefault((hypers[name], steps.get(name, 0) + 1), [])
                 for place in self._pieces(name):
@@ -199,3 +209,11 @@ class Whole:
                 )
             )
         return found
+
+
+def expect_dense(name: str, gradient: Tensor) -> None:
+    """Raises StateError where a gradient is sparse."""
+    if gradient.layout is not torch.strided:
+        raise StateError(
+            f"{name} has a gradient that is not dense: sparse gradients cannot be managed; use sparse=False"
+        )

@@ -57,11 +57,12 @@ class Foreseen:
     """A forward with its backward, as it is expected to run.
 
     `by_chance`: whether it branches on numbers that it draws. Then the trace is that of the branches which need the largest budget, and a step
-    that takes others departs from it.
+    that takes others departs from it. `by_use`: why its bits would be others if nobody saw each use of a parameter; empty where they would not.
     """
 
     trace: Trace
     by_chance: bool = False
+    by_use: str = ""
 
 
 # What a loss outside of the model is taken to hold at once: a cross entropy has its log-softmax and two gradients of that size.
@@ -121,7 +122,7 @@ class OfflineTracer:
         traces = [likely.trace, *(trace for trace in tried if trace is not None)]
         formats = self.make_touches().formats.now
         largest = max(traces, key=lambda trace: minimum_bytes(trace, layout=self.layout, formats=formats))
-        return Foreseen(largest, by_chance=True)
+        return Foreseen(largest, by_chance=True, by_use=likely.by_use)
 
     @staticmethod
     def _try_extreme(attempt: Callable[..., Foreseen], quantile: float) -> Trace | None:
@@ -206,7 +207,20 @@ class OfflineTracer:
             except Exception as error:
                 reason = str(error).strip().split("\n")[0]
                 raise CannotTrace(f"{type(error).__name__}: {reason}") from error
-            return Foreseen(owner.recorder.trace(), values.branches)
+            return Foreseen(
+                owner.recorder.trace(),
+                values.branches,
+                self._why_by_use(owner, owner.touches if with_backward else None),
+            )
+
+    def _why_by_use(self, owner: Twin, touches: Touches | None) -> str:
+        """The reason why uses are to be seen. `touches`: with their counts, where there was a backward."""
+        if owner.changes_copies:
+            return "a forward changes weights in place that compute in another type than they are kept in"
+        is_narrow = bool(self.copied) or any(dtype is not torch.float32 for dtype in self.dtypes.values())
+        in_parts = touches is not None and not all(map(touches.comes_whole, touches.counts.uses))
+        adds_up = self.gradients is GradientUse.CHUNK and is_narrow and in_parts
+        return "gradients of 16 bits come in parts (re-entrant checkpointing)" if adds_up else ""
 
     def _bind(
         self,

@@ -36,6 +36,7 @@ class Twin(Owner):
     Attributes:
         touches: what events touch. device: of its tensors. meter: of non-model bytes. recorder: of what is asked for.
         held_beside: units that count as held beside those that are. in_blocks: whether blocks are bound.
+        changes_copies: whether a weight that computes in another type than it is kept in has been changed.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Twin(Owner):
         self.in_blocks = False
         self._updated: set[str] = set()
         self._last: Sequence[Touch] = ()  # of the last moment
+        self.changes_copies = False
 
     def _is_slot(self, tensor: Tensor) -> bool:
         return self._making_slot or self.leases.is_counted(tensor)
@@ -109,6 +111,7 @@ class Twin(Owner):
         if isinstance(key, PlaneRef):
             self._moment(self._phase(), self.touches.layout.run_of(key.chunk).tensors[0], [Touch(key, True)])
         else:
+            self.changes_copies = True
             self._carry(key)
 
     def keeps_more(self, bound: BoundParameter) -> bool:
