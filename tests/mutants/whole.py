@@ -17,6 +17,7 @@ EDGE = f"{FILE}::test_the_smallest_budget_at_which_they_keep_their_bytes_holds_a
 
 USED = f"{IN_BACKWARD}::test_a_backward_that_uses_what_it_has_updated_is_refused_and_waits_from_then_on"
 SIXTEEN = "tests/session/test_whole_sixteen.py"
+LOST = f"{SIXTEEN}::test_from_the_first_forward_on_that_does_not_fit_nothing_of_it_is_lost"
 LINE = "tests/session/test_scripts.py::test_so_it_does_where_parameters_keep_their_bytes"
 SEVERAL = f"{LINE}[deferred-2[forward backward] grad(0) grad(0)+=0 grad(7)+=0 read step zero train-bf16-unbounded]"
 CLIPPED = f"{LINE}[deferred-forward backward limit(9) step zero forward backward limit(.001) read step planned(2)-bf16-unbounded]"
@@ -174,6 +175,10 @@ WHOLE: tuple[Mutant, ...] = (
         drop("make_fit"),
         f"{LINE}[deferred-forward backward grad(0)*=.5 grad(3)+=.1 step zero forward backward step-bf16-fp32-unbounded]",
     ),
+    Fault("gradients-of-16-bits-are-the-users-own-once-parameters-move", "step.whole:Whole._leave").by(
+        drop("leaving"), f"{LOST}[]"
+    ),
+    Fault("a-change-by-hand-is-lost-once-parameters-move", "step.whole:Whole._leave").by(drop("look"), f"{LOST}[]"),
     Fault("what-is-kept-beside-weights-takes-no-room", "session.start:Setup.sizes").by(
         drop("beside_bytes", nth=2), f"{SIXTEEN}::test_the_smallest_budget_has_room_for_all_that_is_kept_beside_weights"
     ),

@@ -210,3 +210,17 @@ def test_an_update_that_fails_half_way_leaves_parameters_of_no_one_step(
     pair.session.load_checkpoint(tmp_path)
     model(batch()).float().sum().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("before", ["", "forward backward "])
+def test_from_the_first_forward_on_that_does_not_fit_nothing_of_it_is_lost(before: str) -> None:
+    """Gradients, kept by autograd or in chunks, and a change by hand that nobody has looked at."""
+    script = Script("bf16", device="emulated", device_memory="220KiB", host_memory="8MiB")
+    try:
+        script.run(f"train {before}forward backward")
+        assert script.session.stats().binding == "whole"
+        script.weights(lambda model: [p.data[3:].mul_(0.3) for p in model.parameters()])
+        script.run("forward(rows=60) backward limit(.01) step zero train read")
+        assert "by use" in script.session.stats().binding
+    finally:
+        script.close()
