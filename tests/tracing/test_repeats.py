@@ -341,6 +341,12 @@ def test_so_has_a_model_of_a_library(name: str, in_blocks: bool, count_told: lis
     expect_same(LIBRARY[name], count_told, GradientUse.CHUNK, in_blocks=in_blocks)
 
 
+def test_so_have_encoder_layers_of_torchs_that_are_bound_by_use(count_told: list[str]) -> None:
+    layers = [nn.TransformerEncoderLayer(WIDTH, 2, 24, batch_first=True) for _ in range(3)]
+    case = Case(lambda: Model(changed=lambda blocks: blocks.__init__(layers)), told=3)  # type: ignore[misc]
+    expect_same(case, count_told, GradientUse.CHUNK, in_blocks=False)
+
+
 def test_where_blocks_cannot_be_told_after_all_each_is_traced() -> None:
     case = CASES["called twice"]
     got = traced(case, GradientUse.CHUNK, in_blocks=False, repeated=None)

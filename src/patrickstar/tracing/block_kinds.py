@@ -86,7 +86,7 @@ def _member_at(path: str, twin: BoundTwin) -> Member:
     assert binding is not None
     records: dict[int, BoundParameter] = {}
     known: dict[int, int] = {}
-    inside = set(block.modules())
+    inside, is_bound = set(block.modules()), path in twin.blocks.bound
 
     def trait(value: Any) -> Any:
         """Equal for what does the same: plain values and containers of these, tensors of one form, the very same objects."""
@@ -104,7 +104,7 @@ def _member_at(path: str, twin: BoundTwin) -> Member:
         if bound is None:
             return number, _form(value)
         records[id(value)] = bound
-        is_odd = bound.tiles or isinstance(block, WITH_FUSED)
+        is_odd = bound.tiles or (is_bound and isinstance(block, WITH_FUSED))
         more = object() if is_odd else (updates(bound.name), bound.is_copied, value.requires_grad)
         return number, _form(bound.shape_only), more
 
@@ -114,7 +114,6 @@ def _member_at(path: str, twin: BoundTwin) -> Member:
         for name, value in {**vars(module), "__class__": type(module)}.items()
         if name != "_call_impl" and name not in HOOKS
     ]
-    is_bound = path in twin.blocks.bound
     return Member(path, block, is_bound, tuple(records.values()), [*traits, ("", is_bound)])
 
 
