@@ -20,8 +20,6 @@ from typing import Any, Final
 
 import coverage
 
-__all__ = ["lost"]
-
 ROOT: Final = Path(__file__).parents[1]
 _FILE: Final = Path(__file__).with_name("branches.json")
 

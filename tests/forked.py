@@ -17,8 +17,6 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Final
 
-__all__ = ["in_forked_child", "run_script"]
-
 # What nearly every script imports. No thread of torch's has started there, none of its random numbers been drawn.
 _IMPORTED_ONCE: Final = (
     "torch",

@@ -10,8 +10,6 @@ from patrickstar.memory.links import MakeLane, lanes_of
 from patrickstar.memory.thread_lane import StressedLane, ThreadLane
 from patrickstar.testing.manual_lane import ManualLane, RandomLane
 
-__all__ = ["COMBINED", "LANES"]
-
 
 def _in_random_order(seed: int, works: int = 1) -> MakeLane:
     random = Random(seed)

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-__all__ = ["cover", "mark_what_is_left_out"]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["MODULE", "BuildError", "library", "why_not"]
-
 MODULE = "_accelerator"
 TORCH = "2.13"  # what it is written against: it implements interfaces that change from one minor version to the next
 SOURCE = Path(__file__).parent / "source"

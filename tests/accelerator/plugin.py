@@ -15,8 +15,6 @@ import pytest
 
 from tests.accelerator import cuda
 
-__all__ = ["accelerator", "operations_on_pinned_memory_are_seen"]
-
 
 @pytest.fixture
 def accelerator() -> cuda.Accelerator:

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 else:
     Accelerator = object  # on a GPU it is another: it is imported before torch, or not at all
 
-__all__ = ["FEW_SCHEDULES", "SCHEDULES", "Accelerator", "under"]
-
 SCHEDULES: Final = ((0.0, 0), *((0.3, seed) for seed in range(5)), (1.0, 0))
 FEW_SCHEDULES: Final = ((0.0, 0), (0.3, 1), (1.0, 0))
 

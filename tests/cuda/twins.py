@@ -16,8 +16,6 @@ from patrickstar.optim.hyper import Hyper
 from patrickstar.testing.inside import manage_inside
 from tests.optim.definition import Definition
 
-__all__ = ["CHUNK", "TIGHT", "WIDTH", "Hungry", "Twins", "batch", "hungry_mlp", "mlp", "square", "step", "twins"]
-
 WIDTH = 64
 CHUNK = WIDTH * WIDTH  # elements: a weight is one chunk
 TIGHT = 12 * 4 * CHUNK  # bytes: three chunks with all that belongs to them, of five

@@ -21,8 +21,6 @@ from patrickstar.memory import driver
 from patrickstar.step import resources
 from tests.gpu.workspaces import fill_workspaces
 
-__all__ = ["GPU", "accelerator", "nothing_is_left_to_chance"]
-
 _UNBOUNDED = 1 << 62
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["fill_workspaces"]
-
 
 def fill_workspaces() -> None:
     """Takes products of every kind in the threads of forward and backward, so that all that they keep is there.

@@ -15,8 +15,6 @@ import patrickstar
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.memory.process import resident_bytes
 
-__all__ = ["CASES", "Case"]
-
 WIDTH = 1024
 
 

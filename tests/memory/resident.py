@@ -19,8 +19,6 @@ from typing import Any
 
 from patrickstar.memory.process import peak_resident_bytes, reset_peak, resident_bytes
 
-__all__ = ["MIB", "budgets", "in_child"]
-
 MIB = 1 << 20
 FIXED_BYTES = 48 * MIB
 PRELUDE = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from tests.memory.resident import main; main()"

@@ -19,8 +19,6 @@ from patrickstar.memory.works_under_way import WorksUnderWay
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.snapshot import Snapshot
 
-__all__ = ["SLOT_BYTES", "store_of"]
-
 SLOT_BYTES: Final = 4096
 
 

@@ -23,8 +23,6 @@ from tests.mutants.updates import UPDATES
 from tests.mutants.whole import WHOLE
 from tests.mutants.whole_chunks import WHOLE_CHUNKS
 
-__all__ = ["MUTANTS"]
-
 MUTANTS: tuple[Mutant, ...] = (
     *BINDING,
     *BOUNDS,

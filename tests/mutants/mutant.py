@@ -9,8 +9,6 @@ from pathlib import Path
 
 from tests.mutants.operators import MutantError, Operator
 
-__all__ = ["ROOT", "SOURCE", "Fault", "Mutant"]
-
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "patrickstar"
 

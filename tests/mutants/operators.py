@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-__all__ = ["MutantError", "Operator", "always", "assign", "drop", "never", "replace", "returns", "without"]
-
 Node: TypeAlias = Any  # fields of nodes are looked for by pattern matching, which no checker follows
 
 

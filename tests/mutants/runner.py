@@ -20,8 +20,6 @@ from tests.mutants import only_the_copy
 from tests.mutants.mutant import ROOT, SOURCE, Mutant
 from tests.mutants.operators import MutantError
 
-__all__ = ["Run", "Verdict", "apart", "copy_of_the_library", "judge", "run_mutant", "run_tests"]
-
 # A test that fails may leave something behind that its fixtures find: the failure comes first.
 _FAILED, _ERROR = (
     re.compile(rf"^{word} (?P<test>tests/.*?)(?: - (?P<reason>.*))?$", re.MULTILINE) for word in ("FAILED", "ERROR")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import assign, drop, never, replace, without
 
-__all__ = ["TRAINING"]
-
 LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 GRADIENTS = "tests/session/test_gradients.py"
 HOMES = "tests/session/test_gradient_homes.py"

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from patrickstar.optim.hyper import Hyper
 
-__all__ = ["Definition", "exact_fma"]
-
 
 class Definition:
     """A kernel (`patrickstar.optim.kernel.Kernel`) of the formulas of `kernel.py`, several times slower than any other."""

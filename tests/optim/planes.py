@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["SPECIAL", "Plane", "numbers", "of_bits", "planes_of"]
-
 SPECIAL = (
     *(0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan),
     *(1e-45, -1e-45, 1.1754942e-38, -3e-39, 1.17549435e-38),  # subnormal, and the smallest that is not

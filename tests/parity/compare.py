@@ -9,8 +9,6 @@ from torch import Tensor
 
 from tests.parity.oracle import Record
 
-__all__ = ["differences", "same_bits"]
-
 # How many lines a failing test shows; the first are what matters, later ones follow from them.
 SHOWN = 12
 

@@ -10,8 +10,6 @@ from itertools import combinations
 from tests.parity.matrix import DIMENSIONS, PAIRS, PAIRS_FILE, TILED, WIDE_FILE, Row, Value, allowed, allowed_rows
 from tests.sampling import cover
 
-__all__ = ["every", "few", "pairs", "shuffled", "wide"]
-
 Goal = tuple[tuple[str, Value], ...]
 
 _FP32: dict[str, Value] = {"precision": "fp32", "tile_rows": None}

@@ -21,8 +21,6 @@ from tests.parity.matrix import Row
 from tests.parity.oracle import on
 from tests.parity.zoo import CASES, Batch, Case
 
-__all__ = ["SETTLED", "Step", "compare", "expect_forecast", "steps_of"]
-
 SETTLED = 14
 """Steps after which plans repeat themselves, one by one or in turns."""
 TURNS = 4

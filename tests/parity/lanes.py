@@ -20,8 +20,6 @@ from tests.lanes import COMBINED
 from tests.parity.cover import few
 from tests.parity.matrix import DIMENSIONS, PAIRS, WIDE, Row
 
-__all__ = ["CHOICES", "DEALT", "DEPTHS", "Dealt", "choice_of", "dealt", "depth_of", "lanes_for", "shows_choice"]
-
 DEPTHS: Final = (None, 0, 1, 3)
 """Moments by which transfers may be early: `Options.prefetch`."""
 

@@ -29,8 +29,6 @@ from tests.parity.managed import Limits, Outcome, train
 from tests.parity.matrix import PAIRS, WIDE, Row
 from tests.parity.zoo import STEPS
 
-__all__ = ["LIMITED", "LIMITS", "PAGE_BYTES", "is_known_here", "limits_of"]
-
 LIMITED: Final[Mapping[str, tuple[str, ...]]] = {
     "emulated": ("device",),
     "cpu+disk": ("host",),

@@ -20,8 +20,6 @@ from tests.parity.matrix import Row
 from tests.parity.oracle import HYSTERESIS, SCALE, WINDOW, Record, evaluate, on
 from tests.parity.zoo import CASES, STEPS, micro_seed, schedule
 
-__all__ = ["Limits", "Outcome", "train"]
-
 Limits = Mapping[str, int]
 
 ROOMY_BYTES = 512 * 2**20

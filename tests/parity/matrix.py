@@ -20,18 +20,6 @@ from typing import Any, Final
 
 from tests.parity.zoo import CASES
 
-__all__ = [
-    "DIMENSIONS",
-    "PAIRS",
-    "PAIRS_FILE",
-    "TILED",
-    "WIDE",
-    "WIDE_FILE",
-    "Row",
-    "allowed",
-    "allowed_rows",
-]
-
 Value = str | int | bool | None
 
 

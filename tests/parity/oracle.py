@@ -28,8 +28,6 @@ from torch import Tensor, nn
 from tests.parity.tiles import tiled_products
 from tests.parity.zoo import STEPS, Case, micro_seed, schedule
 
-__all__ = ["Moments", "Record", "clip_factor", "evaluate", "fma", "global_norm", "train", "update"]
-
 Single = NDArray[np.float32]
 Tensors = dict[str, Tensor]
 

@@ -44,8 +44,6 @@ from tests.parity.limits import LIMITS
 from tests.parity.managed import train
 from tests.parity.matrix import PAIRS, WIDE, Row
 
-__all__ = ["APART", "DIGESTS", "FORECASTS", "digest", "forecast_digest", "recorded"]
-
 _FILE: Final = Path(__file__).with_name("plans.json")
 DIGESTS: Final[Mapping[str, str]] = json.loads(_FILE.read_text()) if _FILE.exists() else {}
 """By row: 16 hexadecimal digits."""

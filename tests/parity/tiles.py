@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["TiledProducts", "tiled_products"]
-
 
 class TiledProducts:
     """`F.linear`, but with a weight of a linear or embedding that has more rows than this it is a product for each tile of them.

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from tests.parity import modules
 from tests.parity.modules import VOCABULARY, WIDTH
 
-__all__ = ["CASES", "STEPS", "Case", "micro_seed", "schedule"]
-
 Batch = dict[str, Any]
 Groups = list[dict[str, Any]]
 

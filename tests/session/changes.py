@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["CHANGES", "UNSEEN", "clamp", "everywhere"]
-
 
 @torch.no_grad()
 def clamp(weight: Tensor) -> None:

@@ -15,8 +15,6 @@ from typing import Any
 
 from patrickstar.memory.process import peak_resident_bytes, reset_peak, resident_bytes
 
-__all__ = ["MIB", "in_child"]
-
 MIB = 1 << 20
 PRELUDE = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from tests.session.deferred_child import main; main()"
 

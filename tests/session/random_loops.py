@@ -15,8 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.session.builders import adamw
 from tests.session.random_parts import INPUTS, SECOND, STRANGE, Net, W, hooks
 
-__all__ = ["LAST", "STATEMENTS", "World", "shown"]
-
 
 class World:
     """A model, plain or managed, and what a loop has."""

@@ -17,8 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import patrickstar
 
-__all__ = ["AFTER", "AROUND", "BLOCKS", "BUDGETS", "HOOKS", "INPUTS", "SECOND", "STRANGE", "Net", "W", "hooks"]
-
 W = 16
 """Elements of a token, of which there are three in each row of an input."""
 

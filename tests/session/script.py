@@ -40,8 +40,6 @@ from tests.parity.compare import compare_mappings, same_bits
 from tests.session.builders import LAYERS, held_states, mlp, states
 from tests.session.sides import Managed, Plain, Side
 
-__all__ = ["Script"]
-
 _WORD = re.compile(r"(?P<verb>\w+)(?:\((?P<args>[^)]*)\))?(?:(?P<how>\*=|\+=|=)(?P<value>.+))?")
 
 

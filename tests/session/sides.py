@@ -16,8 +16,6 @@ from tests.parity.tiles import tiled_products
 from tests.session.builders import LAYERS, adamw, batch
 from tests.session.masters import Twin, manage
 
-__all__ = ["Managed", "Plain", "Side"]
-
 
 class Side:
     """One of the two: what a session has a way of its own for is in its own class."""

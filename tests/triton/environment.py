@@ -10,8 +10,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-__all__ = ["CACHE", "EnvironmentFailure", "folder", "installed", "why_never", "why_not"]
-
 ROOT = Path(__file__).parents[2]
 REQUIREMENT = ROOT / "requirements" / "triton.txt"
 BUILDS = ROOT / "build" / "triton"

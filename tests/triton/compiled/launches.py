@@ -15,8 +15,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-__all__ = ["Compiled", "compiling_for"]
-
 ARITHMETIC = re.compile(
     r"^\s*(?:@!?%\w+ )?((?:add|sub|mul|mad|fma|div|rcp|sqrt|rsqrt|neg|abs|min|max|ex2|lg2|sin|cos|tanh)\.\S*[fb](?:16|32|64)\S*)",
     re.MULTILINE,

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import triton
 
-__all__ = ["nothing_is_wrong_with_inf"]
-
 assert tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9), "the interpreter's fma rounds twice before 3.9"
 
 
