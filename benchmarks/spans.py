@@ -6,7 +6,7 @@ what a span is, is told by what torch passes and gets back. The first of these t
 | kind | the call of |
 |---|---|
 | use | a function of torch's that the caller names |
-| operation | a function of ours that is given an operator, as modes that see every operation are |
+| operation | a function of ours that is given an operator, or the name of one, as kernels that see every operation are |
 | unpack | a function of ours that returns a tensor, as hooks of saved tensors do |
 | gradient | a function of ours that is given a parameter, as hooks of gradients are |
 | other | any other function of ours |
@@ -141,7 +141,7 @@ def _kind(frame: FrameType) -> Kind:
     given: list[object] = []
     for value in frame.f_locals.values():
         given += value if type(value) is tuple else [value]
-    if any(isinstance(value, _OPERATOR) for value in given):
+    if any(isinstance(value, _OPERATOR) or (isinstance(value, str) and "::" in value) for value in given):
         return "operation"
     # Asked of the class: nn.Parameter asks instances for an attribute.
     return "gradient" if any(issubclass(type(value), nn.Parameter) for value in given) else "other"
