@@ -103,7 +103,7 @@ def foresee(arguments: argparse.Namespace, disk: Path) -> Callable[[int], Foreca
 
 def tightest(foreseen: Callable[[int], Forecast], peak: int) -> int:
     """The smallest bound, to a MiB, with which nothing moves: less than where parameters are whole, whose gradients have no slots."""
-    low, high = peak // (2 * MIB), 2 * peak // MIB + 256
+    low, high = max(1, peak // (2 * MIB)), 2 * peak // MIB + 256
     while low < high:
         middle = (low + high) // 2
         known = foreseen(middle * MIB)

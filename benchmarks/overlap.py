@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from worker import Worker
 
 import patrickstar
+from patrickstar.core.ledger import Ledger
 from patrickstar.core.trace import Phase
-from patrickstar.plan.simulate import simulate
+from patrickstar.plan.actions import Issue
+from patrickstar.plan.residency import Residency
 
 TIMES = (0.3, 1.0, 3.0)
 """The link's time for the bytes of a step, as a multiple of computing."""
@@ -108,9 +110,16 @@ def simulated_halves(session: patrickstar.Session) -> list[dict[str, int]]:
     plan, trace = session.plan, session.trace
     assert plan is not None, "the step had no plan"
     assert trace is not None, "the step had no trace"
-    moves = simulate(plan, trace).moved_by_moment
+    state = Residency.of(plan.start)
     middle = next(index for index, moment in enumerate(trace.moments) if moment.phase is Phase.BACKWARD)
-    return [{link: sum(moved[link] for moved in half) for link in _LINKS} for half in (moves[:middle], moves[middle:])]
+    halves = []
+    for half in (plan.moments[:middle], plan.moments[middle:]):
+        ledger = Ledger()
+        for action in chain.from_iterable(half):
+            if isinstance(action, Issue) and action.src is not None:
+                ledger.move(action.src, action.work.tier, state.unit_bytes(action.of))
+        halves.append({link: ledger.moved(link) for link in _LINKS})
+    return halves
 
 
 def _total(halves: list[dict[str, int]]) -> dict[str, int]:
