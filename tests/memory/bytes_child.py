@@ -14,19 +14,24 @@ from torch import nn
 import patrickstar
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.memory.process import resident_bytes
+from patrickstar.session.start import BindingKind, set_up
 
 WIDTH = 1024
 
 
 @dataclass(frozen=True)
 class Case:
-    """A way of training, and the bytes that a parameter takes in it. `frozen`: those of a frozen one, where all layers but the last are."""
+    """A way of training, and the bytes that a parameter takes in it.
+
+    `frozen`: those of a frozen one, where all layers but the last are. `binding`: how parameters are bound at most.
+    """
 
     precision: str
     trained: int
     step: str = "deferred"
     accumulate: int | None = None
     frozen: int | None = None
+    binding: BindingKind = "use"
 
 
 CASES = {
@@ -37,7 +42,10 @@ CASES = {
     "fp16": Case("fp16", 14),
     "fp16-accumulating": Case("fp16", 16, accumulate=2),
     "fp16-frozen": Case("fp16", 14, frozen=2),
+    "bf16-whole": Case("bf16", 16, binding="whole"),
+    "bf16-whole-in-backward": Case("bf16", 14, step="in_backward", binding="whole"),
     "fp32": Case("fp32", 16),
+    "fp32-whole": Case("fp32", 16, binding="whole"),
     "fp32-frozen": Case("fp32", 16, frozen=4),
 }
 
@@ -59,6 +67,8 @@ def grown(case: Case, layers: int) -> float:
         parameter.numel() * (case.trained if parameter.requires_grad else case.frozen or 0)
         for parameter in model.parameters()
     )
+    set_up.__kwdefaults__["binding"] = case.binding
+    compute = "bf16" if case.precision == "bf16" else None  # where fp32 computes, whole weights have a copy
     before = settled_bytes()
     session = patrickstar.manage(
         model,
@@ -66,7 +76,7 @@ def grown(case: Case, layers: int) -> float:
         precision=case.precision,
         step=case.step,
         device="cpu",
-        options=patrickstar.Options(accumulate=case.accumulate),
+        options=patrickstar.Options(accumulate=case.accumulate, compute=compute),
     )
     loss = model(torch.randn(2, WIDTH)).float().square().mean()
     session.scaler.scale(loss).backward()

@@ -111,7 +111,10 @@ class HostSpace(Space):
         self._memory = None
 
     def expect_open(self) -> ctypes.Array[ctypes.c_char]:
-        return still_open(self._memory, name=self.name, owner=self._owner)
+        memory = self._memory
+        if memory is not None and os.getpid() == self._owner:  # without another call: each transfer asks
+            return memory
+        return still_open(memory, name=self.name, owner=self._owner)
 
 
 def still_open(memory: _Memory | None, *, name: str, owner: int, forked: str = "") -> _Memory:

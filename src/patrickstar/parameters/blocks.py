@@ -237,7 +237,7 @@ class Blocks:
                 self._ordinary[bound] = self._ordinary.get(bound, 0) + 1
             new = [bound for bound in block.records if self._ordinary[bound] == 1]
             for bound in new:
-                bound.parameter.__class__ = self._binding.plain_class
+                bound.tensor().__class__ = self._binding.plain_class
             self._binding.gradients.show(new)
 
     def _leave(self, block: Block) -> None:
@@ -247,7 +247,7 @@ class Blocks:
             left = [bound for bound in block.records if not self._ordinary[bound]]
             self._binding.gradients.hide(left)
             for bound in left:
-                bound.parameter.__class__ = self._binding.parameter_class
+                bound.tensor().__class__ = self._binding.parameter_class
             if not _is_container(block.module):
                 self._access.leave(block.records)
 

@@ -203,11 +203,14 @@ class OptimizerStep(Doer):
         Raises:
             StateError: a gradient is sparse. Nothing has changed then.
         """
-        by_name, is_split = self.binding.by_name, self.planner.formats.now.is_split
+        by_name, formats = self.binding.by_name, self.planner.formats.now
+        splits = REST in formats.planes
         apart = {
             name: self.binding.gradients.own_of(name)
             for name in names
-            if name in self.in_chunks.names or by_name[name].is_copied or is_split(by_name[name].ref.chunk, self.layout)
+            if name in self.in_chunks.names
+            or by_name[name].is_copied
+            or (splits and formats.is_split(by_name[name].ref.chunk, self.layout))
         }
         for name, gradient in apart.items():
             if gradient is not None:
