@@ -12,10 +12,10 @@ COMPILED = "tests/session/test_compiled.py"
 
 BLOCKS: tuple[Mutant, ...] = (
     Fault("parameters-of-a-block-stay-of-our-class", "parameters.blocks:Blocks._enter").by(
-        drop("bound.parameter.__class__ = ..."), ORDINARY
+        drop("bound.tensor().__class__ = ..."), ORDINARY
     ),
     Fault("a-block-that-is-left-leaves-its-parameters-ordinary", "parameters.blocks:Blocks._leave").by(
-        drop("bound.parameter.__class__ = ..."), ORDINARY
+        drop("bound.tensor().__class__ = ..."), ORDINARY
     ),
     Fault("a-block-is-left-before-it-has-run", "parameters.weight_access:WeightAccess.enter").by(
         drop("bound.tensor().data = ..."), ORDINARY
