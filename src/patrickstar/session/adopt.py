@@ -39,11 +39,8 @@ def take_over(parts: Parts, source: Loading | None, optimizer: torch.optim.Optim
     try:
         for bound in binding:
             gradient = bound.parameter.grad
-            if (
-                training is not None
-                and gradient is not None
-                and (binding.gradients.widen or not binding.gradients.stay)
-            ):
+            goes_in_chunks = training is not None and (binding.gradients.widen or not binding.gradients.stay)
+            if goes_in_chunks and gradient is not None:
                 their_gradients[bound.name] = gradient
                 bound.parameter.grad = None
             if _fill(bound, source, weights):

@@ -183,9 +183,8 @@ class Events(Owner):
         """
         if not self.whole.why:
             if not is_ordinary_call() or is_running_in("torch.nn.utils.stateless") or os.getpid() != self._process:
-                return cast_inputs(
-                    (args, kwargs), self.compute
-                )  # nobody has to see it: parameters are ordinary, or others, or a forked child's
+                # Nobody has to see it: parameters are ordinary, or others, or a forked child's.
+                return cast_inputs((args, kwargs), self.compute)
         else:
             try:
                 expect_ordinary_call(module, args, kwargs, self.outside)

@@ -155,10 +155,8 @@ class Alone:
     def _begin(self) -> None:
         """Runs the forward, on a fresh twin."""
         twin = self._make([""] if self._one.is_bound else [])
-        self._owner, self._blocks = (
-            twin.owner,
-            twin.blocks,
-        )  # which its backward opens, for as long as somebody has them
+        # Its backward opens the blocks, for as long as somebody has them.
+        self._owner, self._blocks = twin.owner, twin.blocks
         self._outgoing: Likes | None = None
         for path, name in self._varied:
             vars(twin.module.get_submodule(path))[name] = _Unseen()

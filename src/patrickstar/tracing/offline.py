@@ -65,6 +65,15 @@ class Foreseen:
     by_use: str = ""
 
 
+def _try(run: Callable[..., Foreseen], *, quantile: float) -> Foreseen:
+    """A run in which blocks of one kind run once, where that is all they do."""
+    try:
+        return run(quantile=quantile, repeats=True)
+    except Unlike as problem:
+        _log.info("each block is traced: %s", problem)
+        return run(quantile=quantile, repeats=False)
+
+
 # What a loss outside of the model is taken to hold at once: a cross entropy has its log-softmax and two gradients of that size.
 _LOSS_COPIES = 3
 _LOSS_BYTES = 4096
@@ -114,7 +123,7 @@ class OfflineTracer:
             CannotTrace: the step depends on data, or does something that fake tensors cannot.
             UnseenChangeError: it changes a weight in a way that cannot be carried into its master.
         """
-        attempt = partial(self._try, model, named, args, kwargs, blocks=blocks)
+        attempt = partial(_try, partial(self._run, model, named, args, kwargs, blocks=blocks))
         likely = attempt(quantile=_LIKELY)
         if not likely.by_chance:
             return likely
@@ -139,24 +148,6 @@ class OfflineTracer:
             _log.info("the forecast leaves out draws at quantile %g: %s", quantile, problem)
             return None
 
-    def _try(
-        self,
-        model: nn.Module,
-        named: Mapping[str, nn.Parameter],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        blocks: Collection[str],
-        quantile: float,
-    ) -> Foreseen:
-        """One run of the twin, in which every draw is the given quantile of its distribution, and blocks of one kind run once where that is all."""
-        run = partial(self._run, model, named, args, kwargs, blocks=blocks, quantile=quantile)
-        try:
-            return run(repeats=True)
-        except Unlike as problem:
-            _log.info("each block is traced: %s", problem)
-            return run(repeats=False)
-
     def _run(
         self,
         model: nn.Module,
@@ -168,6 +159,7 @@ class OfflineTracer:
         quantile: float,
         repeats: bool,
     ) -> Foreseen:
+        """One run of the twin, in which every draw is the given quantile of its distribution. `repeats`: whether blocks of one kind run once."""
         fake_mode, values = FakeTensorMode(allow_non_fake_inputs=True), KnownValues(quantile)
         with ExitStack() as stack:
             stack.enter_context(no_side_effects(self.device))
