@@ -227,6 +227,16 @@ def test_masters_come_back_whole(kind: str, memory: str | int) -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("host_slots", [12, 18, 22, 23, 25, 26])
+def test_a_host_that_holds_all_but_wider_gradients_has_the_disk_for_them(
+    host_slots: int, kind: str, tmp_path: Path
+) -> None:
+    place = MACHINES["emulated+disk"](tmp_path / "disk") | {"host_memory": host_slots * SLOT}
+    run("forward backward forward backward step zero train", kind, **place)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_that_are_said_to_add_up_do_so_in_fp32(kind: str) -> None:
     step = "forward backward forward backward forward backward step zero"
     run(" ".join([step] * 3), kind, given={"accumulate": 3}, **EMULATED)

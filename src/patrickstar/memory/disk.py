@@ -94,7 +94,7 @@ class DiskPool:
         self.add(units)
         for ref in units:
             self.take(ref)
-        if kept_in_memory(directory):
+        if units and kept_in_memory(directory):
             logger.warning(
                 "disk=%s is memory itself (tmpfs): offloading to it frees none; name a directory on a disk", directory
             )

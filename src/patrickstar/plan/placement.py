@@ -179,12 +179,11 @@ def place_more(
     home: Mapping[PlaneRef, Tier],
     slots: Mapping[PlaneRef, int],
     slot_bytes: int,
-    disk: bool,
 ) -> dict[PlaneRef, Tier]:
     """The homes of units that a session gets later than the rest, or that become larger: those keep their homes, unless only the disk has room.
 
     Args:
-        home: of all units so far. slots: of all of them, the new ones included. disk: whether there is a disk to rest on.
+        home: of all units so far. slots: of all of them, the new ones included.
     Raises:
         BudgetError: they do not fit beside what rests there.
     """
@@ -195,7 +194,7 @@ def place_more(
         try:
             refuse_unless_homes_fit(machine, home={**home, **found}, slots=slots, slot_bytes=slot_bytes)
         except BudgetError:
-            if compute is not Tier.DEVICE or not disk:
+            if compute is not Tier.DEVICE or Tier.DISK not in machine.budget:
                 raise
             found = dict.fromkeys(new, Tier.DISK)
             refuse_unless_homes_fit(machine, home={**home, **found}, slots=slots, slot_bytes=slot_bytes)

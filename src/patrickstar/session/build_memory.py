@@ -7,7 +7,6 @@ from functools import partial
 
 from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import Tier
-from patrickstar.core.planes import GradientUse
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.device_space import DeviceSpace
 from patrickstar.memory.disk import DiskPool
@@ -36,9 +35,9 @@ def build_memory(setup: Setup, *, make_lane: MakeLane | None = None) -> ChunkSto
     state = resting_state(setup, clips=memory.max_grad_norm is not None)
     on_disk = {ref: state.unit_bytes(ref) for ref, tier in state.home.items() if tier is Tier.DISK}
     pool = None
-    # Gradients that turn out to have to wait may be all that rests on the disk.
-    if on_disk or (setup.gradients is GradientUse.UPDATE and Tier.DISK in machine.budget):
-        assert memory.disk is not None, "units were placed on a disk that there is not"
+    if (
+        memory.disk is not None
+    ):  # what comes later may be all that rests there: gradients that have to wait, or are widened
         pool = DiskPool(memory.disk, units=on_disk, budget_bytes=machine.budget[Tier.DISK])
     ledger = Ledger()
     for ref, tier in state.home.items():

@@ -216,7 +216,6 @@ class LatePlanes:
             home=store.state.home,
             slots={**store.state.slots, **slots},
             slot_bytes=store.state.slot_bytes,
-            disk=store.units.disk is not None,
         )
         store.units.prepare(homes, slots)
         return homes
