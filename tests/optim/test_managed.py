@@ -52,7 +52,7 @@ class Target:
             state = self.states.get(name) or State(0, torch.zeros(weight.numel()), torch.zeros(weight.numel()))
             step = state.step + 1
             moments = state.exp_avg.view(-1), state.exp_avg_sq.view(-1)
-            self.kernel.update(weight, self.gradients[name].view(-1), *moments, step=step, hyper=hyper)
+            self.kernel(weight, self.gradients[name].view(-1), *moments, step=step, hyper=hyper)
             shape = self.parameters[name].shape
             self.states[name] = State(step, state.exp_avg.view(shape), state.exp_avg_sq.view(shape))
 

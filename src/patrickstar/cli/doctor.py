@@ -126,12 +126,12 @@ def _processor() -> Iterator[Finding]:
     yield Finding("threads", f"{threads} of {cores} cores", {"torch": threads, "cores": cores}, advice)
     isa = torch.backends.cpu.get_cpu_capability()
     yield Finding("instructions", isa, isa)
-    kernel, why = None, ""
+    kernel, why = "torch", ""
     try:
-        kernel = choose_kernel().name
+        choose_kernel()
     except DeviceError as error:
-        why = str(error)
-    yield Finding("optimizer kernel", kernel or "none", kernel, why)
+        kernel, why = "", str(error)
+    yield Finding("optimizer kernel", kernel or "none", kernel or None, why)
 
 
 def _memory() -> Iterator[Finding]:

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 import torch
 
 from patrickstar.errors import ConfigError, DeviceError, nearest
-from patrickstar.optim.fused import FUSED
+from patrickstar.optim import fused
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
-from patrickstar.optim.passes import Passes, TorchPasses
-from patrickstar.optim.reference import REFERENCE
+from patrickstar.optim.passes import Passes
 
 ENVIRONMENT_VARIABLE = "PATRICKSTAR_ISA"
 NATIVE = ("scalar", "avx2", "avx512", "neon")
@@ -51,7 +50,7 @@ def choose_kernel() -> Kernel:
             "bits than on others, so nothing is trained. It does on processors with AVX2 or AVX-512, and on 64-bit ARM; where ATEN_CPU_CAPABILITY is "
             "set, unset it"
         )
-    return FUSED
+    return fused.update
 
 
 def choose_kernels(device: torch.device) -> Mapping[str, Passes]:
@@ -63,7 +62,7 @@ def choose_kernels(device: torch.device) -> Mapping[str, Passes]:
     Raises:
         DeviceError: torch fuses no multiply-adds on the processor, or on the device. ConfigError: as `choose_kernel`.
     """
-    host = TorchPasses(choose_kernel())
+    host = Passes(choose_kernel())
     if device.type == "cpu":
         return {"cpu": host}
     is_nvidia = device.type == "cuda" and torch.version.cuda is not None
@@ -72,7 +71,7 @@ def choose_kernels(device: torch.device) -> Mapping[str, Passes]:
 
 
 def _torchs_passes(device: torch.device, host: Passes) -> Passes:
-    passes = TorchPasses(REFERENCE)
+    passes = Passes()
     if _agrees(passes, host, device):
         return passes
     raise DeviceError(
