@@ -73,7 +73,7 @@ def test_a_torch_device_is_taken_by_its_name():
         ({"host_memory": 0}, "host_memory=0: a budget is more than 0 bytes"),
         ({"host_memory": "101%"}, "host_memory='101%': more than the whole tier"),
         ({"disk": ""}, "disk='': expected the path of a directory"),
-        ({"states": "compact"}, "states='compact' arrives in a later version"),
+        ({"states": "compact"}, "states='compact': expected 'exact' ('compact' arrives in a later version)"),
         ({"states": "exakt"}, 'did you mean "exact"?'),
         ({"step": "in-backward"}, 'did you mean "in_backward"?'),
         ({"step": None}, "step=None"),
@@ -81,7 +81,7 @@ def test_a_torch_device_is_taken_by_its_name():
         ({"max_grad_norm": float("nan")}, "max_grad_norm=nan"),
         ({"max_grad_norm": "1"}, "max_grad_norm='1': expected a finite norm, a number"),
         ({"weights": 7}, "weights=7: expected the path of a safetensors file, or of a directory"),
-        ({"activations": "recompute"}, "activations='recompute' arrives in a later version"),
+        ({"activations": "recompute"}, "expected 'model' ('recompute' or 'plan' arrives in a later version)"),
         ({"activations": "modle"}, 'did you mean "model"?'),
         ({"mesh": mock.ANY}, "arrives in a later version"),  # equal to everything, as arrays are to nothing
         ({"options": {"chunk_size": 1024}}, "options={'chunk_size': 1024}: expected patrickstar.Options(...)"),
