@@ -14,7 +14,7 @@ from patrickstar.config.kinds import RATE, Kind, choice, later, near
 from patrickstar.config.options import Options
 from patrickstar.config.problems import parsed, problems_of, refuse, unknown_argument
 from patrickstar.errors import ConfigError
-from patrickstar.units import parse_size
+from patrickstar.units import MIB, parse_size
 
 DEVICES: Final = ("cpu", "cuda", "emulated")
 _CUDA: Final = re.compile(r"cuda(:(0|[1-9][0-9]*))?")
@@ -43,9 +43,10 @@ class MemoryOptions:
     options: Options = field(default_factory=Options)
 
     def __post_init__(self) -> None:
-        sizes = ((name, getattr(self, name)) for name in ("device_memory", "host_memory", "disk_memory"))
         problems = problems_of(self, _KINDS)
-        problems += [why for name, v in sizes for why in parsed(parse_size, v, name=name, total_bytes=_ANY_TOTAL_BYTES)]
+        for name in ("device_memory", "host_memory", "disk_memory"):
+            how = {"name": name, "total_bytes": _ANY_TOTAL_BYTES, "least_bare": MIB}
+            problems += parsed(parse_size, getattr(self, name), **how)
         refuse([*problems, *self._conflicts()], of="manage")
 
     def _conflicts(self) -> list[str]:
