@@ -14,7 +14,7 @@ from patrickstar.cli import plain
 from patrickstar.cli.batches import Batches
 from patrickstar.cli.compare import ManagedRun, compare_plain, digest, digests
 from patrickstar.cli.loop import accumulate_gradients
-from patrickstar.cli.plain import PLAIN_FP32, PlainPrecision, PlainRun, Scaling, narrow, unscale_, update_
+from patrickstar.cli.plain import PLAIN_FP32, PlainPrecision, PlainRun, Scaling, _padded, narrow, unscale_
 from patrickstar.cli.request import BETAS, EPS, WEIGHT_DECAY, WarmupSchedule
 from patrickstar.config.settings import OptimizerSettings
 from patrickstar.optim.scale_rule import ScaleRule
@@ -161,7 +161,7 @@ def test_another_arithmetic_is_told(kind, accumulate, changed):
     [
         ("bf16", "narrow", lambda master, kept: master.to(kept)),  # ties to even
         ("fp16", "unscale_", lambda gradients, rule: unscale_(gradients, rule) and False),  # no step is skipped
-        ("fp32", "update_", lambda p, g, moments, hyper: update_(p, g, moments, replace(hyper, eps=2e-8))),
+        ("fp32", "_padded", lambda tensor: _padded(tensor).mul_(1 + 2**-20)),
     ],
 )
 def test_another_operation_is_told(monkeypatch, kind, name, other):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import patrickstar
-from patrickstar.cli.batches import Batch, BatchSource
+from patrickstar.cli.batches import Batch, Batches
 from patrickstar.cli.display import Budgets, Display, step_text
 from patrickstar.cli.event_log import EventLog, Row
 from patrickstar.cli.predict import manage_arguments
@@ -50,7 +50,7 @@ class TrainingRun:
 
     request: Request
     model: nn.Module
-    batches: BatchSource
+    batches: Batches
     log: EventLog
     display: Display
     signals: StopSignals
@@ -147,7 +147,7 @@ class TrainingRun:
 
 def accumulate_gradients(
     model: nn.Module,
-    batches: BatchSource,
+    batches: Batches,
     accumulate: int,
     *,
     scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,

@@ -17,7 +17,7 @@ from torch import nn
 import patrickstar
 from patrickstar.checkpoint import rng
 from patrickstar.checkpoint.find import saved_steps
-from patrickstar.cli.batches import Batch
+from patrickstar.cli.batches import VALIDATION_BATCHES, Batch, Batches, validation_batches
 from patrickstar.cli.compare import Comparison, ManagedRun, compare_plain, digests
 from patrickstar.cli.data import Data, prepare_data
 from patrickstar.cli.display import Display, NoteHandler
@@ -53,8 +53,8 @@ def run(request: Request, signals: StopSignals) -> int:
                 request.data, vocab_size=config.vocab_size, own_tokenizer=request.source.tokenizer, display=display
             )
             device = _device(request.arguments)
-            batches = data.batches(**request.shape, seed=request.seed, device=device)
-            validation = data.validation(**request.shape, device=device)
+            batches = Batches(data.train, **request.shape, seed=request.seed, device=device)
+            validation = validation_batches(data.held_out, **request.shape, most=VALIDATION_BATCHES, device=device)
             log.write({"event": "start", "config": _config(request, data), **start_row(forecast)})
             display.note(f"computes on {_name_of(request.arguments, device)}")
             parts: dict[str, Any] = {"log": log, "display": display, "signals": signals}
@@ -115,7 +115,7 @@ def _compare(request: Request, data: Data, display: Display, managed: ManagedRun
     model = request.source.build().to(device)
     run = PlainRun(
         model,
-        data.batches(**request.shape, seed=request.seed, device=device),
+        Batches(data.train, **request.shape, seed=request.seed, device=device),
         optimizer=request.optimizer,
         schedule=request.rates,
         clip=request.clip,
