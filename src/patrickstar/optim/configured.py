@@ -19,8 +19,8 @@ def build_optimizer(
     parameters: Iterable[nn.Parameter], settings: OptimizerSettings, *, fused: bool | None = None
 ) -> torch.optim.Optimizer:
     """torch's AdamW where the decay is decoupled, else its Adam, with one group."""
-    kind, of_group = torch.optim.AdamW if settings.decoupled else torch.optim.Adam, asdict(settings)
-    del of_group["decoupled"]
+    kind = torch.optim.AdamW if settings.decoupled else torch.optim.Adam
+    of_group = {name: value for name, value in asdict(settings).items() if name != "decoupled"}
     return kind(list(parameters), **of_group, fused=fused)
 
 
