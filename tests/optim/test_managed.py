@@ -306,7 +306,7 @@ def test_a_group_added_through_either_is_in_both_and_updated(through):
         (lambda t: {"params": torch.nn.Parameter(torch.zeros(5))}, ConfigError, r"1 of .* not the model's.*\(5,\)"),
         (lambda t: {"params": [("x", torch.nn.Parameter(torch.zeros(5)))]}, ConfigError, "not the model's"),
         (lambda t: {"params": [t.parameters["c"]], "amsgrad": True}, ConfigError, "amsgrad"),
-        (lambda t: {"params": [t.parameters["c"]], "lr": -1.0}, ConfigError, "lr=-1.0"),
+        (lambda t: {"params": [t.parameters["c"]], "lr": -1.0}, ConfigError, "Invalid learning rate: -1.0"),
         (lambda t: {"params": [t.parameters["a"]]}, ValueError, "more than one parameter group"),
         (lambda t: {"params": {t.parameters["c"]}}, TypeError, "sets"),
         (lambda t: {"params": [3]}, TypeError, "can only optimize Tensors"),
