@@ -26,14 +26,16 @@ def test_torch_is_the_kernel_where_nothing_else_is_asked_for(value, monkeypatch)
 @pytest.mark.parametrize("value", ["scalar", "avx2", "avx512", "neon"])
 def test_native_kernels_are_promised_not_ignored(value, monkeypatch):
     monkeypatch.setenv("PATRICKSTAR_ISA", value)
-    with pytest.raises(ConfigError, match=f"PATRICKSTAR_ISA={value}.*later version"):
+    with pytest.raises(ConfigError, match=f"PATRICKSTAR_ISA='{value}'.*later version"):
         choose_kernel()
 
 
 @pytest.mark.parametrize(("value", "nearest"), [("avx215", "avx2"), ("tourch", "torch"), ("AVX512", None)])
 def test_an_unknown_kernel_is_refused_with_the_nearest_name(value, nearest, monkeypatch):
     monkeypatch.setenv("PATRICKSTAR_ISA", value)
-    with pytest.raises(ConfigError, match="one of torch, scalar, avx2, avx512, neon") as refusal:
+    with pytest.raises(
+        ConfigError, match="expected 'torch' .'scalar' or 'avx2' or 'avx512' or 'neon' arrives"
+    ) as refusal:
         choose_kernel()
     assert nearest is None or f'did you mean "{nearest}"' in str(refusal.value)
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Final
 
 from rich.console import Console
@@ -68,7 +69,7 @@ class Display:
             if due:
                 told = now
                 rate = (done - first) / max(now - started, 1e-9)
-                shown = f"{title} {done}/{total}, {rate:.3g}/s, {_duration((total - done) / rate)} left"
+                shown = f"{title} {done}/{total}, {rate:.3g}/s, {timedelta(seconds=round((total - done) / rate))} left"
                 self.note(f"{shown}  {text}".rstrip())
 
         return advance
@@ -93,7 +94,7 @@ class Display:
         first, last, before, after = ("-" if summary[name] is None else f"{summary[name]:.4f}" for name in names)
         self.note(f"loss {first} -> {last}, validation {before} -> {after}")
         self.note(
-            f"{summary['steps']} steps, {summary['tokens_per_second']:.0f} tokens/s, {_duration(summary['seconds'])}; "
+            f"{summary['steps']} steps, {summary['tokens_per_second']:.0f} tokens/s, {timedelta(seconds=round(summary['seconds']))}; "
             f"{summary['parameters'] / 1e6:.1f}M parameters, model states {format_bytes(summary['model_data_bytes'])}"
         )
 
@@ -122,9 +123,3 @@ def step_text(step: Row, held: Mapping[str, int], budgets: Budgets) -> str:
 
 def _of(budgets: Budgets, tier: str) -> str:
     return format_bytes(budgets[tier]) if tier in budgets else ""
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

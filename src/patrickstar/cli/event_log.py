@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -38,12 +37,6 @@ class EventLog:
             if self._begins_anew:
                 self._file.truncate(0)
                 self._begins_anew = False
-            self._file.write(json.dumps(_plain(row), allow_nan=False) + "\n")
+            plain = json.loads(json.dumps(row), parse_constant=lambda _: None)  # null where JSON has no number
+            self._file.write(json.dumps(plain) + "\n")
             self._file.flush()
-
-
-def _plain(value: Any) -> Any:
-    """The value as JSON has it: null where it has no number for it."""
-    if isinstance(value, Mapping):
-        return {name: _plain(inner) for name, inner in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -15,25 +15,17 @@ REQUIRED: Final = object()
 _WARMUP: Final = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"}
 SCHEDULES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
-        "LRRangeTest": {
-            "lr_range_test_min_lr": 1e-3,
-            "lr_range_test_step_size": 2000,
-            "lr_range_test_step_rate": 1.0,
-            "lr_range_test_staircase": False,
-        },
-        "OneCycle": {
-            **dict.fromkeys(("cycle_min_lr", "cycle_max_lr"), REQUIRED),
-            "decay_lr_rate": 0.0, "decay_mom_rate": 0.0, "decay_step_size": 0,
-            "cycle_first_step_size": 2000, "cycle_second_step_size": None,
-            "cycle_first_stair_count": 0, "cycle_second_stair_count": None,
-            "cycle_momentum": True, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9,
-        },
+        "LRRangeTest": {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000}
+        | {"lr_range_test_step_rate": 1.0, "lr_range_test_staircase": False},
+        "OneCycle": {"cycle_min_lr": REQUIRED, "cycle_max_lr": REQUIRED}
+        | {"cycle_first_step_size": 2000, "cycle_second_step_size": None}
+        | {"cycle_first_stair_count": 0, "cycle_second_stair_count": None}
+        | {"cycle_momentum": True, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9}
+        | {"decay_lr_rate": 0.0, "decay_mom_rate": 0.0, "decay_step_size": 0},
         "WarmupLR": _WARMUP,
         "WarmupDecayLR": {"total_num_steps": REQUIRED, **_WARMUP, "warmup_max_lr": 1e-3},
-        "WarmupCosineLR": {
-            "total_num_steps": REQUIRED,
-            "warmup_num_steps": 1000, "warmup_type": "log", "warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001,
-        },
+        "WarmupCosineLR": {"total_num_steps": REQUIRED, "warmup_num_steps": 1000, "warmup_type": "log"}
+        | {"warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001},
     }
 )
 """The parameters of DeepSpeed's schedules, with their defaults."""
