@@ -41,7 +41,8 @@ class Progress:
 
 
 # Of a run, what it must know of its beginning when it goes on in another process.
-_REMEMBERED: Final = ("step", "first_loss", "last_loss", "first_validation_loss")
+LOSSES: Final = ("first_loss", "last_loss", "first_validation_loss")
+_REMEMBERED: Final = ("step", *LOSSES)
 
 
 @dataclass(eq=False)

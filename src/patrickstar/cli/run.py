@@ -22,10 +22,10 @@ from patrickstar.cli.compare import Comparison, ManagedRun, compare_plain, diges
 from patrickstar.cli.data import Data, prepare_data
 from patrickstar.cli.display import Display, NoteHandler
 from patrickstar.cli.event_log import EventLog
-from patrickstar.cli.loop import TrainingRun, validation_loss
+from patrickstar.cli.loop import LOSSES, TrainingRun, validation_loss
 from patrickstar.cli.model_source import check_length
 from patrickstar.cli.plain import PLAIN_FP32, PlainPrecision, PlainRun, Scaling
-from patrickstar.cli.predict import predict, predicted, start_row, with_precision
+from patrickstar.cli.predict import forecast_row, predict, start_row, with_precision
 from patrickstar.cli.request import Request
 from patrickstar.cli.stop import StopSignals
 from patrickstar.config.arguments import MemoryOptions
@@ -217,18 +217,11 @@ def _summary(training: TrainingRun, forecast: Forecast) -> dict[str, Any]:
     return {
         "event": "summary",
         "steps": progress.step,
-        "first_loss": progress.first_loss,
-        "last_loss": progress.last_loss,
-        "first_validation_loss": progress.first_validation_loss,
-        "validation_loss": progress.validation_loss,
+        **{name: getattr(progress, name) for name in (*LOSSES, "validation_loss", "moved_per_step", "seconds")},
         "peak": dict(stats.peak),
         "rss_peak_growth": training.growth.peak(),
         "moved": dict(stats.moved),
-        "moved_per_step": progress.moved_per_step,
-        "predicted": predicted(forecast),
-        "model_data_bytes": forecast.model_data_bytes,
-        "parameters": forecast.parameters,
-        "seconds": progress.seconds,
+        **forecast_row(forecast),
         "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else 0.0,
     }
 
