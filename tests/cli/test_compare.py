@@ -77,7 +77,7 @@ def precision_of(kind, accumulate):
         kept=dtype,
         compute=torch.float32 if wide else dtype,
         gradient=dtype if accumulate == 1 else torch.float32,
-        keep_fp32=("layer_norm",),
+        whole=("layer_norm", "batch_norm"),
         loss_scale=scale_of(kind, accumulate) if kept == "fp16" else None,
     )
 
@@ -141,7 +141,7 @@ def test_the_same_steps_have_the_same_bits(kind, clip, accumulate):
         ("bf16-fp32", 2, {"gradient": torch.bfloat16}),
         ("fp16-fp32", 1, {"gradient": torch.float32}),
         ("fp16", 1, {"compute": torch.float32}),
-        ("bf16", 1, {"keep_fp32": ()}),
+        ("bf16", 1, {"whole": ("batch_norm",)}),
         ("fp16", 1, {"loss_scale": replace(scale_of("fp16", 1), hysteresis=1)}),
         ("fp16", 1, {"loss_scale": replace(scale_of("fp16", 1), window=1000)}),
         ("fp16", 1, {"loss_scale": None}),

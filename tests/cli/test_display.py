@@ -41,7 +41,7 @@ def test_plain_lines_come_now_and_then_and_at_both_ends():
             clock.now += 1.0
             advance(1, f"loss [{step}]")
     assert out.getvalue().splitlines() == [
-        "step 11/50, 1/s, 0:00:39 left  loss [11]",
+        "step 11/50  loss [11]",
         "step 21/50, 1/s, 0:00:29 left  loss [21]",
         "step 31/50, 1/s, 0:00:19 left  loss [31]",
         "step 41/50, 1/s, 0:00:09 left  loss [41]",

@@ -7,7 +7,7 @@ operations. The gradients are autograd's. Of the library's arithmetic only the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,13 +22,12 @@ from patrickstar.optim.configured import Scheduler, build_optimizer
 from patrickstar.optim.scale_rule import ScaleRule
 from patrickstar.optim.schedules import Rates
 from patrickstar.parameters.bound import names_by_id
+from patrickstar.step.precision import lies_in
 
 VECTOR_NUMEL: Final = 16  # the most elements of a processor's vector
 # Elements whose squares are summed together, in fp64, as rows of a tree: part of the definition of the norm.
 NORM_BLOCK: Final = 65_536
 NORM_ROW: Final = 16
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +48,13 @@ class PlainPrecision:
     Attributes:
         kept: bfloat16 or float16; float32: nothing is rounded. compute: that, or float32: then a weight is the very same rounded value, in fp32.
         gradient: what one backward's gradients are rounded to; float32: not at all, because several add up.
-        keep_fp32: names of modules that stay fp32 whole, beside those that the model lists. loss_scale: of losses; None: they are not scaled.
+        whole: paths of modules that stay fp32 whole, and of all inside of them. loss_scale: of losses; None: they are not scaled.
     """
 
     kept: torch.dtype
     compute: torch.dtype
     gradient: torch.dtype
-    keep_fp32: Sequence[str] = ()
+    whole: Collection[str] = ()
     loss_scale: LossScale | None = None
 
 
@@ -66,8 +65,7 @@ PLAIN_FP32 = PlainPrecision(kept=torch.float32, compute=torch.float32, gradient=
 class PlainRun:
     """The steps of a run, from the model, batches and schedule that the managed run began with.
 
-    The model is narrowed to 16 bits, with fp32 masters beside. Batch norm, and modules that the model itself lists in `_keep_in_fp32_modules`,
-    stay fp32 whole.
+    The model is narrowed to 16 bits, with fp32 masters beside, but for modules that stay fp32 whole.
     """
 
     model: nn.Module
@@ -80,9 +78,8 @@ class PlainRun:
 
     def __post_init__(self) -> None:
         model, precision = self.model, self.precision
-        whole = {id(t) for module in _whole(model, precision) for t in (*module.parameters(), *module.buffers())}
-        named = dict(model.named_parameters())
-        self._kept = {name: torch.float32 if id(p) in whole else precision.kept for name, p in named.items()}
+        named, whole = dict(model.named_parameters()), precision.whole
+        self._kept = {name: torch.float32 if lies_in(name, whole) else precision.kept for name in named}
         self._masters = {name: nn.Parameter(_padded(p)) for name, p in named.items() if p.requires_grad}
         self._optimizer = build_optimizer(self._masters.values(), self.optimizer, fused=True)
         self._scheduler = Scheduler(self._optimizer, self.schedule)
@@ -92,10 +89,10 @@ class PlainRun:
                 strides, device = parameter.stride(), parameter.device
                 weight = torch.empty_strided(parameter.shape, strides, dtype=precision.compute, device=device)
                 parameter.data = weight.copy_(narrow(parameter.detach(), precision.kept))
-        for module in model.modules():
+        for path, module in model.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
-                    module._buffers[name] = buffer.to(torch.float32 if id(buffer) in whole else precision.compute)
+                    module._buffers[name] = buffer.to(torch.float32 if path in whole else precision.compute)
         self._gradients: dict[str, Tensor] = {}
         self._scale = None if precision.loss_scale is None else ScaleRule(precision.loss_scale)
         self._skipped = 0
@@ -207,13 +204,3 @@ def narrow(master: Tensor, kept: torch.dtype) -> Tensor:
         return master.to(kept)
     rounded = (master.contiguous().view(torch.int32) + 0x8000) & -0x10000
     return rounded.view(torch.float32).to(torch.bfloat16).view(master.shape)
-
-
-def _whole(model: nn.Module, precision: PlainPrecision) -> Iterator[nn.Module]:
-    if precision.kept is torch.float32:
-        yield model
-        return
-    listed = (*precision.keep_fp32, *(getattr(model, "_keep_in_fp32_modules", None) or ()))
-    for path, module in model.named_modules():
-        if isinstance(module, _BATCH_NORMS) or any(f".{name}." in f".{path}." for name in listed):
-            yield module

@@ -24,7 +24,7 @@ from patrickstar.cli.display import Display, NoteHandler
 from patrickstar.cli.event_log import EventLog
 from patrickstar.cli.loop import LOSSES, TrainingRun, validation_loss
 from patrickstar.cli.model_source import check_length
-from patrickstar.cli.plain import PLAIN_FP32, PlainPrecision, PlainRun, Scaling
+from patrickstar.cli.plain import PlainPrecision, PlainRun, Scaling
 from patrickstar.cli.predict import forecast_row, predict, start_row, with_precision
 from patrickstar.cli.request import Request
 from patrickstar.cli.stop import StopSignals
@@ -127,16 +127,14 @@ def _compare(request: Request, data: Data, display: Display, managed: ManagedRun
 
 
 def _plain_precision(model: nn.Module, arguments: MemoryOptions, *, accumulate: int) -> PlainPrecision:
-    precision, options = arguments.precision, arguments.options
-    if precision == "fp32":
-        return PLAIN_FP32
-    kept = torch.float16 if precision == "fp16" else torch.bfloat16
+    kept = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[str(arguments.precision)]
+    found = find_precision(arguments, model, find_resources(arguments))
     return PlainPrecision(
         kept=kept,
-        compute=find_precision(arguments, model, find_resources(arguments)).compute,
+        compute=found.compute,
         gradient=kept if accumulate == 1 else torch.float32,
-        keep_fp32=options.keep_fp32,
-        loss_scale=(options.loss_scale or patrickstar.LossScale()) if precision == "fp16" else None,
+        whole=found.whole,
+        loss_scale=(arguments.options.loss_scale or patrickstar.LossScale()) if found.scales else None,
     )
 
 
