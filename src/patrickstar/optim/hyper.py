@@ -103,13 +103,9 @@ def refuse_unsupported(flags: Mapping[str, Any]) -> None:
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, torch.Tensor):
-        if value.numel() != 1:
-            raise ConfigError(f"{name} is a tensor of {value.numel()} elements; a tensor {name} must have 1")
-        return float(value.item())
     try:
-        return float(value)  # type: ignore[arg-type]  # whatever is a number, NumPy's scalars included
-    except (TypeError, ValueError):
+        return float(value)  # type: ignore[arg-type]  # whatever is a number: tensors of one element, NumPy's scalars
+    except (RuntimeError, TypeError, ValueError):
         raise ConfigError(f"{name}={value!r} is no number") from None
 
 

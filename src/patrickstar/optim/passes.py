@@ -61,19 +61,19 @@ class Passes:
             return
         numel = masters.BLOCK_NUMEL if weight.is_cpu else block_numel(weight.numel(), most=masters.BLOCK_NUMEL)
         # Nothing as large as a chunk is made: a block is widened, updated by the kernel for fp32, and narrowed again.
-        with (self._widening if rest is None else self._splitting).taken(weight.device, numel) as whole:
-            for span in masters.blocks(weight.numel(), of=numel):
-                gradient, *joined = (scratch[: span.stop - span.start] for scratch in whole)
-                gradient.copy_(grad[span])
-                for factor in factors:
-                    gradient.mul_(factor)
-                if rest is None:
-                    self.kernel(weight[span], gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper)
-                    continue
-                master, bits = joined
-                masters.join(weight[span], rest[span], master, scratch=bits)
-                self.kernel(master, gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper)
-                masters.split(master, weight[span], rest[span], scratch=bits)
+        scratch = (self._widening if rest is None else self._splitting).blocks(weight.device, numel)
+        for span in masters.blocks(weight.numel(), of=numel):
+            gradient, *joined = (block[: span.stop - span.start] for block in scratch)
+            gradient.copy_(grad[span])
+            for factor in factors:
+                gradient.mul_(factor)
+            if rest is None:
+                self.kernel(weight[span], gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper)
+                continue
+            master, bits = joined
+            masters.join(weight[span], rest[span], master, scratch=bits)
+            self.kernel(master, gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper)
+            masters.split(master, weight[span], rest[span], scratch=bits)
 
     def update_all(self, planes: Sequence[tuple[Tensor, ...]], *, step: int, hyper: Hyper) -> None:
         """Updates many tensors alike, each as (weight, gradient, exp_avg, exp_avg_sq) in fp32: in one call where torch's kernel takes them all."""
