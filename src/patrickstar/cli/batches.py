@@ -32,7 +32,7 @@ class Batches:
     ) -> None:
         """Begins at the beginning. `device`: of the batches; None: the CPU."""
         self._windows = _windows(tokens, seq_len, "training")
-        self._identity = {"batch_size": batch_size, "seq_len": seq_len, "seed": seed}
+        self._identity: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len, "seed": seed}
         self._identity["tokens"] = hashlib.sha256(tokens.tobytes()).hexdigest()
         self._batch_size = batch_size
         self._seed = seed

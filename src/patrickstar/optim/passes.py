@@ -20,7 +20,7 @@ from patrickstar.optim import fused, masters, reference
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
 from patrickstar.optim.masters import Scratch
-from patrickstar.optim.norm import GlobalNorm, Norm
+from patrickstar.optim.norm import GlobalNorm
 from patrickstar.optim.scratch import PassBytes, block_numel
 
 
@@ -101,7 +101,7 @@ class Passes:
             least, most = torch.aminmax(piece)  # both show in the extremes
             is_finite.mul_(torch.isfinite(least) & torch.isfinite(most))
 
-    def norm(self, device: torch.device | None, *, largest: int | None = None) -> Norm:
+    def norm(self, device: torch.device | None, *, largest: int | None = None) -> GlobalNorm:
         """An empty global norm, whose squares are taken on this device; None: on the host. `largest`: elements of the largest tensor, if known."""
         return GlobalNorm(device, largest=largest)
 

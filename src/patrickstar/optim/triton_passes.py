@@ -10,7 +10,7 @@ from torch import Tensor
 from patrickstar.optim import triton_kernels as kernels
 from patrickstar.optim.hyper import Coefficients, Hyper
 from patrickstar.optim.masters import rest_type
-from patrickstar.optim.norm import Norm
+from patrickstar.optim.norm import GlobalNorm
 from patrickstar.optim.passes import Passes
 from patrickstar.optim.scratch import PassBytes, triton_bytes
 from patrickstar.optim.triton_launch import WIDENED, factor_arguments, launch
@@ -74,7 +74,7 @@ class TritonPasses(Passes):
         _check_flag(is_finite, piece)
         launch(kernels.look_kernel, (piece,), is_finite)
 
-    def norm(self, device: torch.device | None, *, largest: int | None = None) -> Norm:
+    def norm(self, device: torch.device | None, *, largest: int | None = None) -> GlobalNorm:
         assert device is not None, "a norm of the host's is another family's"
         return TritonNorm(device, largest=largest)
 
