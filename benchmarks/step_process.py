@@ -17,7 +17,7 @@ from torch import nn
 from variants import Variant
 
 import patrickstar
-from patrickstar.cli.batches import Batch, RandomBatches
+from patrickstar.cli.batches import Batch, Batches, random_tokens
 from patrickstar.cli.model_source import ModelSource, check_length
 from patrickstar.cli.predict import predict
 from patrickstar.cli.resident import ResidentGrowth
@@ -55,12 +55,13 @@ def work(pipe: Connection, arguments: argparse.Namespace, variant: Variant) -> N
     torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     source = model_of(arguments)
     shape = {"batch_size": arguments.batch_size, "seq_len": arguments.seq_len}
-    batches = RandomBatches(source.config().vocab_size, **shape, seed=0)
+    tokens, _ = random_tokens(source.config().vocab_size)
+    batches = Batches(tokens, **shape, seed=0)
     torch.manual_seed(0)
     model = checkpointed(source.build(), variant.checkpointing)
     with torch.no_grad():
         # Two threads that call a function of MKL for the first time may get other last bits than ever after, with and without us.
-        model(**RandomBatches(source.config().vocab_size, **shape, seed=1).next())
+        model(**Batches(tokens, **shape, seed=1).next())
     release_free_memory()
     growth = ResidentGrowth(model)
     with ExitStack() as end:

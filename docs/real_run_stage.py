@@ -22,7 +22,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import patrickstar
-from patrickstar.cli.batches import Batch, BatchSource, validation_batches
+from patrickstar.cli.batches import Batch, Batches, validation_batches
 from patrickstar.cli.compare import digests
 from patrickstar.cli.data import prepare_data
 from patrickstar.cli.display import Display
@@ -225,10 +225,9 @@ def train(run: Run, course: Course, home: Path, *, seconds: float) -> bool:
     source = ModelSource("real run", course.settings)
     vocab_size = source.config().vocab_size
     data = prepare_data(course.data, vocab_size=vocab_size, own_tokenizer=None, display=Display())
-    assert data.text is not None
     shape = {"batch_size": course.batch_size, "seq_len": course.seq_len}
-    batches = data.batches(**shape, seed=course.seed)
-    held_out = validation_batches(data.text[1], **shape, most=HELD_OUT_BATCHES)
+    batches = Batches(data.train, **shape, seed=course.seed)
+    held_out = validation_batches(data.held_out, **shape, most=HELD_OUT_BATCHES)
     torch.manual_seed(course.seed)
     model = source.build()
     look(model, held_out[:1])  # see Note [First calls]
@@ -247,7 +246,7 @@ def train(run: Run, course: Course, home: Path, *, seconds: float) -> bool:
 
 
 def follow(
-    side: Side, model: Any, *, course: Course, batches: BatchSource, held_out: Sequence[Batch], file: Path, until: float
+    side: Side, model: Any, *, course: Course, batches: Batches, held_out: Sequence[Batch], file: Path, until: float
 ) -> bool:
     """The steps that are left, with a row for each and a look now and then; False where the time was up before the end."""
     step, log = begin(side, batches, file)
@@ -274,7 +273,7 @@ def follow(
     return step == course.steps
 
 
-def begin(side: Side, batches: BatchSource, file: Path) -> tuple[int, Log]:
+def begin(side: Side, batches: Batches, file: Path) -> tuple[int, Log]:
     """The step to go on from, and the log up to there."""
     place = side.load()
     if place is None:

@@ -68,7 +68,7 @@ def test_a_rate_is_a_size_a_second(text, nbytes):
 
 @pytest.mark.parametrize(
     ("value", "says"),
-    [(8, '8 bytes; 8GiB? Give the unit, as in "8GiB"'), (" 8 ", "8 bytes; 8GiB?"), ("1536", "1536 bytes; 1536MiB?")],
+    [("8", '8 bytes; 8GiB? Give the unit, as in "8GiB"'), (" 8 ", "8 bytes; 8GiB?"), ("1536", "1536 bytes; 1536MiB?")],
 )
 def test_a_number_that_has_lost_its_unit_is_asked_about(value, says):
     with pytest.raises(ConfigError) as refusal:

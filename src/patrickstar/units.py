@@ -33,7 +33,7 @@ _ALLOWED: Final = 'an int in bytes, or a string such as "512MiB", "1.5GB" or "70
 def parse_size(value: int | str, *, name: str, total_bytes: int | None = None, least_bare: int = 1) -> int:
     """Bytes from `6 * 2**30`, `"6GiB"`, `"1.5GB"`, or `"70%"` of `total_bytes`; a fraction of a byte is dropped.
 
-    `least_bare`: the smallest number that may stand without a unit. Who writes a smaller one has forgotten the unit.
+    `least_bare`: the smallest number that may stand in text without a unit. Who writes a smaller one has forgotten the unit.
 
     Raises:
         ConfigError: anything else; the message names the argument.
@@ -43,8 +43,8 @@ def parse_size(value: int | str, *, name: str, total_bytes: int | None = None, l
     size = value if isinstance(value, int) else _parse(value, name=name, total_bytes=total_bytes)
     if size <= 0:
         raise ConfigError(f"{name}={value!r}: a budget is more than 0 bytes")
-    if size < least_bare and re.fullmatch(r"[0-9.\s]*", str(value)):
-        meant = f"{str(value).strip()}{'GiB' if size < KIB else 'MiB'}"
+    if size < least_bare and isinstance(value, str) and re.fullmatch(r"[0-9.\s]*", value):
+        meant = f"{value.strip()}{'GiB' if size < KIB else 'MiB'}"
         raise ConfigError(f'{name}={value!r}: {size} bytes; {meant}? Give the unit, as in "{meant}"')
     return size
 

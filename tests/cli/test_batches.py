@@ -8,28 +8,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patrickstar.cli.batches import Batches, RandomBatches, validation_batches
+from patrickstar.cli.batches import Batches, random_tokens, validation_batches
 from patrickstar.cli.corpus import DataError
-from patrickstar.cli.data import Data, prepare_data
+from patrickstar.cli.data import prepare_data
 from patrickstar.cli.display import Display
 from patrickstar.errors import CheckpointError, ConfigError
 
 TOKENS = np.arange(1000, dtype=np.int32)
-KINDS = {"text": lambda **shape: Batches(TOKENS, **shape), "random": lambda **shape: RandomBatches(50, **shape)}
-each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def batches(kind="text", *, batch_size=4, seq_len=10, seed=0):
-    return KINDS[kind](batch_size=batch_size, seq_len=seq_len, seed=seed)
+def batches(tokens=TOKENS, *, batch_size=4, seq_len=10, seed=0):
+    return Batches(tokens, batch_size=batch_size, seq_len=seq_len, seed=seed)
 
 
 def take(source, count):
     return torch.stack([source.next()["input_ids"] for _ in range(count)])
 
 
-@each_kind
-def test_a_batch_is_what_causal_models_take(kind):
-    batch = batches(kind).next()
+def test_a_batch_is_what_causal_models_take():
+    batch = batches().next()
     assert batch["input_ids"].shape == (4, 10)
     assert batch["input_ids"].dtype == torch.int64
     assert torch.equal(batch["labels"], batch["input_ids"])  # the model shifts them
@@ -48,34 +45,32 @@ def test_every_window_comes_once_an_epoch_and_epochs_differ():
 
 
 def test_every_random_token_of_the_vocabulary_comes_about_as_often():
-    counts = torch.bincount(take(batches("random"), 500).flatten(), minlength=50)
+    tokens, held_out = random_tokens(50)
+    assert all(map(np.array_equal, (tokens, held_out), random_tokens(50)))
+    assert len(held_out) > 100_000
+    counts = torch.bincount(take(batches(tokens), 500).flatten(), minlength=50)
     assert len(counts) == 50
     assert (counts - 400).abs().max() < 6 * math.sqrt(400)
 
 
-@each_kind
-def test_the_seed_decides_the_order_and_the_models_random_numbers_are_left_alone(kind):
+def test_the_seed_decides_the_order_and_the_models_random_numbers_are_left_alone():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    first = take(batches(kind, seed=3), 30)
+    first = take(batches(seed=3), 30)
     assert torch.equal(torch.rand(3), expected)
-    assert torch.equal(first, take(batches(kind, seed=3), 30))
-    assert not torch.equal(first, take(batches(kind, seed=4), 30))
+    assert torch.equal(first, take(batches(seed=3), 30))
+    assert not torch.equal(first, take(batches(seed=4), 30))
     assert len({tuple(batch.flatten().tolist()) for batch in first}) == 30
 
 
-@each_kind
 @given(done=st.integers(0, 60), batch_size=st.integers(1, 7), seed=st.integers(0, 5))
-def test_going_on_from_a_state_gives_what_not_stopping_gives(kind, done, batch_size, seed):
-    unbroken, resumed = (batches(kind, batch_size=batch_size, seed=seed) for _ in range(2))
+def test_going_on_from_a_state_gives_what_not_stopping_gives(done, batch_size, seed):
+    unbroken, resumed = (batches(batch_size=batch_size, seed=seed) for _ in range(2))
     for _ in range(done):
         unbroken.next()
     resumed.load_state_dict(unbroken.state_dict())
     assert torch.equal(take(unbroken, 3), take(resumed, 3))
-
-
-SHAPE = {"batch_size": 4, "seq_len": 10, "seed": 0}
 
 
 @pytest.mark.parametrize(
@@ -84,8 +79,7 @@ SHAPE = {"batch_size": 4, "seq_len": 10, "seed": 0}
         (batches(seq_len=20), "seq_len was 10, is 20"),
         (batches(batch_size=2), "batch_size was 4, is 2"),
         (batches(seed=1), "seed was 0, is 1"),
-        (Batches(TOKENS + 1, **SHAPE), "tokens was"),
-        (RandomBatches(60, **SHAPE), "is random of a vocabulary of 60"),
+        (batches(TOKENS + 1), "tokens was"),
     ],
 )
 def test_a_state_of_another_order_is_refused_by_name(other, named):
@@ -110,16 +104,6 @@ def test_validation_spreads_over_the_held_out_text_in_batches_of_the_training_sh
     assert only["input_ids"][:, 0].tolist() == [0, 0, 10, 10]
 
 
-def test_random_validation_has_other_tokens_than_training_and_the_same_in_every_run():
-    data = Data(50)
-    held_out, again = (
-        torch.stack([batch["input_ids"] for batch in data.validation(batch_size=4, seq_len=10)]) for _ in range(2)
-    )
-    assert torch.equal(held_out, again)
-    training = take(data.batches(**SHAPE), 8)
-    assert not any(torch.equal(one, other) for one in held_out for other in training)
-
-
 @pytest.mark.parametrize("given", [["random", "other/path"], ["other/path", "random"], ["random", "random"]])
 def test_the_word_random_goes_with_nothing_else(given):
     with pytest.raises(ConfigError, match=r"a file of that name is \./random"):
@@ -133,7 +117,7 @@ def test_a_run_on_random_tokens_reads_no_text_and_makes_no_tokenizer(runs, capsy
     assert "plain PyTorch gives the same bits" in capsys.readouterr().out
     start, *_, summary = runs.rows("whole")
     assert (start["config"]["data"], start["config"]["corpus"]) == (["random"], "random tokens")
-    assert start["config"]["tokenizer"] is start["config"]["train_tokens"] is None
+    assert start["config"]["tokenizer"] is None
     # Nothing is learnt: the loss is that of a guess.
     assert abs(summary["validation_loss"] - math.log(512)) < 0.2
     # Stopping and resuming gives the same.

@@ -14,7 +14,7 @@ from patrickstar.cli import plain
 from patrickstar.cli.batches import Batches
 from patrickstar.cli.compare import ManagedRun, compare_plain, digest, digests
 from patrickstar.cli.loop import accumulate_gradients
-from patrickstar.cli.plain import PLAIN_FP32, PlainPrecision, PlainRun, Scaling, narrow, unscale_, update_
+from patrickstar.cli.plain import PLAIN_FP32, PlainPrecision, PlainRun, Scaling, _padded, narrow, unscale_
 from patrickstar.cli.request import BETAS, EPS, WEIGHT_DECAY, WarmupSchedule
 from patrickstar.config.settings import OptimizerSettings
 from patrickstar.optim.scale_rule import ScaleRule
@@ -77,7 +77,7 @@ def precision_of(kind, accumulate):
         kept=dtype,
         compute=torch.float32 if wide else dtype,
         gradient=dtype if accumulate == 1 else torch.float32,
-        keep_fp32=("layer_norm",),
+        whole=("layer_norm", "batch_norm"),
         loss_scale=scale_of(kind, accumulate) if kept == "fp16" else None,
     )
 
@@ -141,7 +141,7 @@ def test_the_same_steps_have_the_same_bits(kind, clip, accumulate):
         ("bf16-fp32", 2, {"gradient": torch.bfloat16}),
         ("fp16-fp32", 1, {"gradient": torch.float32}),
         ("fp16", 1, {"compute": torch.float32}),
-        ("bf16", 1, {"keep_fp32": ()}),
+        ("bf16", 1, {"whole": ("batch_norm",)}),
         ("fp16", 1, {"loss_scale": replace(scale_of("fp16", 1), hysteresis=1)}),
         ("fp16", 1, {"loss_scale": replace(scale_of("fp16", 1), window=1000)}),
         ("fp16", 1, {"loss_scale": None}),
@@ -161,7 +161,7 @@ def test_another_arithmetic_is_told(kind, accumulate, changed):
     [
         ("bf16", "narrow", lambda master, kept: master.to(kept)),  # ties to even
         ("fp16", "unscale_", lambda gradients, rule: unscale_(gradients, rule) and False),  # no step is skipped
-        ("fp32", "update_", lambda p, g, moments, hyper: update_(p, g, moments, replace(hyper, eps=2e-8))),
+        ("fp32", "_padded", lambda tensor: _padded(tensor).mul_(1 + 2**-20)),
     ],
 )
 def test_another_operation_is_told(monkeypatch, kind, name, other):

@@ -169,6 +169,7 @@ def test_the_same_config_gives_the_bits_of_an_engine(train, runs, fp16):
     """What `train` does with a config, `initialize_engine` does too."""
     import torch
 
+    from patrickstar.cli.batches import VALIDATION_BATCHES, Batches, validation_batches
     from patrickstar.cli.data import prepare_data
     from patrickstar.cli.display import Display
     from patrickstar.cli.model_source import ModelSource
@@ -179,8 +180,8 @@ def test_the_same_config_gives_the_bits_of_an_engine(train, runs, fp16):
     assert train(config) == 0
     source = ModelSource.find(str(runs.model))
     data = prepare_data([str(runs.text)], vocab_size=512, own_tokenizer=source.tokenizer, display=Display())
-    batches = data.batches(batch_size=2, seq_len=16, seed=0)
-    validation = data.validation(batch_size=2, seq_len=16)
+    batches = Batches(data.train, batch_size=2, seq_len=16, seed=0)
+    validation = validation_batches(data.held_out, batch_size=2, seq_len=16, most=VALIDATION_BATCHES)
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(source.build, config=config)
     engine.eval()

@@ -43,7 +43,7 @@ def test_a_directory_is_tried_out_and_left_as_it_was(report, tmp_path):
 @pytest.mark.parametrize(
     ("name", "fails", "says"),
     [
-        ("a/b", None, "-> mkdir -p {}"),
+        ("a/b", None, "disk='{}': "),
         ("file", None, "{}: cannot be a disk tier"),
         (".", errno.EACCES, "{}: cannot be a disk tier"),
         (".", errno.EACCES, "Permission denied; change its owner or its mode"),

@@ -1,7 +1,7 @@
 import click
 import pytest
 
-from patrickstar.cli.flags import DEVICE, Invocation, Size, Spelling, VariadicCommand, debug_option
+from patrickstar.cli.flags import Invocation, VariadicCommand, debug_option
 
 
 def parse(arguments):
@@ -35,24 +35,6 @@ def test_data_takes_all_words_up_to_the_next_option(arguments, data):
 def test_a_word_that_belongs_to_no_option_is_refused(arguments):
     with pytest.raises(click.UsageError):
         parse(arguments)
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "refused"),
-    [
-        *((DEVICE, word, None) for word in ("cpu", "emulated", "cuda", "cuda:0", "cuda:13")),
-        *((DEVICE, word, "is none of cpu, emulated, cuda, cuda:N") for word in ("CPU", "cuda:", "cuda:x", "", "mps")),
-        *((Size(), text, None) for text in ("1048576", "4096B", "512MiB", "1.5GB", "70%")),
-        *((Size(), text, "size=") for text in ("", "much", "-1", "101%", "3 apples", "8", "4096")),
-        (Spelling("constant", "cosine"), "constnt", r'constnt. is none of .*, cosine; did you mean "constant"'),
-    ],
-)
-def test_words_are_taken_as_written_or_refused(kind, text, refused):
-    if refused is None:
-        assert kind.convert(text, None, None) == text
-    else:
-        with pytest.raises(click.UsageError, match=refused):
-            kind.convert(text, None, None)
 
 
 def test_debug_is_heard_wherever_it_stands():

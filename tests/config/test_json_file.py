@@ -35,6 +35,8 @@ def test_a_file_is_read_by_either_kind_of_path(written):
         ('{"gradient_clipping": NaN}', "gradient_clipping: nan: expected a finite number"),
         ('{"a": 1, "a": 2}', "twice in one object: a"),
         ('{"o": {"b": 1, "c": 2, "b": 1, "c": 3}}', "twice in one object: b, c"),
+        ('{"a": 1}{"b": 2}', "Extra data"),
+        (b'\xef\xbb\xbf{"a": 1}', "BOM"),
         ("[1]", "expected a JSON object, as in {...}, not list"),
         (b"\xff\xfe", "can't decode byte 0xff in position 0"),
         ("[" * 100_000, "config"),

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 import patrickstar
-from patrickstar.optim.passes import TorchPasses
-from patrickstar.optim.reference import REFERENCE
+from patrickstar.optim.passes import Passes
 from patrickstar.step.overflow import Overflow, OverflowFlag, names_of, overflow_bytes, read
 from tests.cuda.schedules import FEW_SCHEDULES, Accelerator
 from tests.cuda.twins import CHUNK, batch, step, twins
 
-PASSES = TorchPasses(REFERENCE)
+PASSES = Passes()
 ONE_LOOK = 8 * 512  # while it is taken: extremes, whether they are finite, and both
 
 

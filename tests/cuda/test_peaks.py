@@ -19,8 +19,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.errors import BudgetError
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import norm_of
-from patrickstar.optim.passes import TorchPasses
-from patrickstar.optim.reference import REFERENCE
+from patrickstar.optim.passes import Passes
 from patrickstar.testing.inside import manage_inside
 from patrickstar.tracing.live_bytes import LiveBytes
 from tests.cuda.schedules import Accelerator
@@ -248,7 +247,7 @@ def most_of(work: Callable[[], object]) -> int:
 @pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
 def test_an_update_takes_no_more_than_plans_have_for_it(is_split: bool, numel: int, accelerator: Accelerator) -> None:
     accelerator.configure(1.0)
-    passes = TorchPasses(REFERENCE)
+    passes = Passes()
     weight, exp_avg, exp_avg_sq = (torch.ones(numel, device="cuda") for _ in range(3))
     rest = torch.ones(numel, dtype=torch.int16, device="cuda") if is_split else None
     kept = weight.bfloat16() if is_split else weight
@@ -266,7 +265,7 @@ def test_a_norm_takes_no_more_than_plans_have_for_it(numel: int, accelerator: Ac
     accelerator.configure(1.0)
     tensors = [torch.ones(size, device="cuda").half() for size in (numel, 1, numel // 2 + 1)]
     factor = torch.full((), 0.5, device="cuda")
-    passes = TorchPasses(REFERENCE)
+    passes = Passes()
 
     def take() -> None:
         norm = passes.norm(tensors[0].device, largest=numel)

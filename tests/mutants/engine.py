@@ -47,13 +47,14 @@ ENGINE: tuple[Mutant, ...] = (
         replace("hint < target_numel(numel)", "hint > 0"),
         f"{RUN}::test_a_chunk_size_is_an_upper_bound_and_never_more_than_the_model_needs",
     ),
-    Fault("a-flag-is-not-heard-beside-a-config", "cli.configuration:_instead").by(
+    Fault("a-flag-is-not-heard-beside-a-config", "cli.configuration:configure").by(
         never("_KEYS"), f"{TRAIN}::test_a_flag_on_the_command_line_stands_in_the_place_of_its_key"
     ),
     Fault("the-schedule-of-a-run-advances-where-a-step-is-skipped", "cli.loop:TrainingRun._step").by(
         always("steps"), f"{TRAIN}::test_the_same_config_gives_the_bits_of_an_engine"
     ),
-    Fault("the-plain-run-has-no-l2-decay", "cli.plain:update_").by(
-        never("weight_decay"), f"{TRAIN}::test_plain_pytorch_gives_the_same_bits"
+    Fault("l2-decay-is-decoupled", "optim.configured:build_optimizer").by(
+        always("settings.decoupled"),
+        "tests/optim/test_configured.py::test_an_optimizer_is_torch_s_own_with_the_settings",
     ),
 )

@@ -54,7 +54,7 @@ SIXTEEN_BITS: tuple[Mutant, ...] = (
         replace("self.finds_overflow", "_ and target.numel() < 0"),
         "tests/session/test_sixteen_bits.py::test_an_overflow_is_found_as_gradients_are_when_the_scaler_looks",
     ),
-    Fault("a-nan-is-no-overflow", "optim.passes:TorchPasses.look").by(
+    Fault("a-nan-is-no-overflow", "optim.passes:Passes.look").by(
         replace("is_finite.mul_(...)", "is_finite.mul_(~torch.isinf(least) & ~torch.isinf(most))"),
         f"{SCALING}::test_injected_overflows_skip_the_same_steps_with_the_same_bits[None]",
     ),

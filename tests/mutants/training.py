@@ -40,10 +40,10 @@ TRAINING: tuple[Mutant, ...] = (
     Fault("one-plane-of-a-moment-is-taken-for-unwritten", "plan.touches:update_touches").by(
         replace("True", "plane != EXP_AVG_SQ", nth=2), f"{TRAINING_ON}[cpu+disk-next-use-deferred]"
     ),
-    Fault("a-first-gradient-is-added-to-zeros", "optim.passes:TorchPasses.put").by(
+    Fault("a-first-gradient-is-added-to-zeros", "optim.passes:Passes.put").by(
         replace("target.copy_", "target.zero_().add_"), f"{GRADIENTS}::test_a_gradient_of_negative_zero_stays_negative"
     ),
-    Fault("a-second-gradient-takes-the-place-of-the-first", "optim.passes:TorchPasses.put").by(
+    Fault("a-second-gradient-takes-the-place-of-the-first", "optim.passes:Passes.put").by(
         replace("target.add_", "target.copy_"),
         f"{LINE}[forward backward forward backward train forward backward step-fp32-emulated]",
     ),

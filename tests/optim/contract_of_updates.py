@@ -18,7 +18,7 @@ from torch import Tensor
 
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.masters import rest_type, split
-from patrickstar.optim.passes import Passes, TorchPasses
+from patrickstar.optim.passes import Passes
 from tests.optim.definition import Definition
 from tests.optim.oracle import different
 from tests.optim.planes import Plane, of_bits, planes_of
@@ -35,7 +35,7 @@ __all__ = [
     "test_the_order_of_factors_can_be_seen",
 ]
 
-DEFINITION = TorchPasses(Definition())
+DEFINITION = Passes(Definition().update)
 ADAMW = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
 SLOW = replace(ADAMW, beta1=0.9999999, beta2=0.99999999, weight_decay=0.0)
 VARIANTS = {

@@ -15,9 +15,7 @@ from patrickstar.optim.hyper import Hyper
 
 
 class Definition:
-    """A kernel (`patrickstar.optim.kernel.Kernel`) of the formulas of `kernel.py`, several times slower than any other."""
-
-    name = "definition"
+    """A kernel, `update`, of the formulas of `kernel.py`, several times slower than any other."""
 
     @torch.no_grad()
     def update(

@@ -133,7 +133,8 @@ def test_another_update_is_refused(kind, flag):
 
 
 @pytest.mark.parametrize(
-    ("states", "message"), [("compact", "later version"), ("exakt", 'did you mean "exact"'), (None, "not known")]
+    ("states", "message"),
+    [("compact", "later version"), ("exakt", 'did you mean "exact"'), (None, "states=None: expected 'exact'")],
 )
 def test_other_states_are_refused(states, message):
     with pytest.raises(ConfigError, match=message):

@@ -50,7 +50,7 @@ def test_what_the_constructor_of_torch_refuses_is_refused(values):
     with pytest.raises(ValueError, match="Invalid"):
         torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], **values)
     hyper = Hyper.from_group(group(**values))  # torch takes them from a group, and a scheduler may put them there
-    with pytest.raises(ConfigError, match="invalid"):
+    with pytest.raises(ConfigError, match="Invalid"):
         hyper.check()
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from patrickstar.optim.choose import choose_kernel
-from patrickstar.optim.passes import TorchPasses
+from patrickstar.optim.passes import Passes
 
-PASSES = TorchPasses(choose_kernel())
+PASSES = Passes(choose_kernel())
 
 
 @pytest.mark.parametrize("adds", [False, True])

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patrickstar import ConfigError
-from patrickstar.config.settings import SCHEDULES, Schedule
-from patrickstar.optim.schedules import defaults_of, rates_of
+from patrickstar.config.settings import REQUIRED, SCHEDULES, Schedule
+from patrickstar.optim.schedules import rates_of
 
 ONE_TO_FIVE = {"warmup_min_lr": 1.0, "warmup_max_lr": 5.0}
 CYCLE = {"cycle_min_lr": 1.0, "cycle_max_lr": 5.0}
@@ -23,10 +23,10 @@ def rates(schedule, steps, base=0.5):
 
 
 def test_every_schedule_has_a_formula_and_defaults_for_what_need_not_be_given():
-    required = {"cycle_min_lr", "cycle_max_lr", "total_num_steps"}
     for name, parameters in SCHEDULES.items():
-        assert defaults_of(name).keys() == set(parameters.split()) - required
-        assert scheduled(name, **dict.fromkeys(required & set(parameters.split()), 10)).lr(3, 0.5) >= 0
+        required = [param for param, value in parameters.items() if value is REQUIRED]
+        assert set(required) <= {"cycle_min_lr", "cycle_max_lr", "total_num_steps"}
+        assert scheduled(name, **dict.fromkeys(required, 10)).lr(3, 0.5) >= 0
 
 
 @pytest.mark.parametrize(

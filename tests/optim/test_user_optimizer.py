@@ -74,7 +74,7 @@ def test_another_update_is_refused_in_any_group(kind, flag):
 def test_hyper_parameters_that_torch_checks_only_outside_groups_are_checked():
     module = model()
     optimizer = torch.optim.AdamW([{"params": module.parameters(), "lr": -1.0}])
-    with pytest.raises(ConfigError, match=r"lr=-1\.0"):
+    with pytest.raises(ConfigError, match=r"Invalid learning rate: -1\.0"):
         check_optimizer(optimizer, names_of(module))
 
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from patrickstar.checkpoint.fields import as_int, as_object, as_shape, as_str, exact_keys
 from patrickstar.config.json_file import parse_json
+from patrickstar.config.kinds import OBJECT, WHOLE, Kind
 from patrickstar.errors import CheckpointError
 
 INDEX_NAME = "index.json"
@@ -32,7 +33,9 @@ _KEYS = ("checksum", "format", "version", "step", "files", "parameters")
 _DIGITS = 64
 _PREFIX = b'{"checksum": "'
 _FILE_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.-]{{0,200}}\.safetensors|{re.escape(VALUES_NAME)}")
+_SHAPE = Kind("a list of whole numbers", lambda v: isinstance(v, list) and all(map(WHOLE.takes, v)), tuple)
 _HEX = re.compile(rf"[0-9a-f]{{{_DIGITS}}}")
+_SHA256 = Kind(f"{_DIGITS} hexadecimal digits", lambda v: isinstance(v, str) and bool(_HEX.fullmatch(v)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +86,19 @@ def decode_index(data: bytes, *, where: str) -> Index:
     fields = parse_json(data, where=where, damaged=CheckpointError)
     if fields.get("format") != _FORMAT:
         raise CheckpointError(f"{where}: format: expected {_FORMAT!r}, found {str(fields.get('format'))[:60]!r}")
-    version = as_int(fields.get("version"), f"{where}: version")
+    version = _read(WHOLE, fields.get("version"), f"{where}: version")
     if version != _VERSION:
         instead = "load and export it with the release that wrote it" if version < _VERSION else "update it"
         raise CheckpointError(f"{where}: version {version} of the format; this library reads {_VERSION}: {instead}")
-    exact_keys(fields, where, _KEYS)
-    files = as_object(fields["files"], f"{where}: files")
+    _expect_keys(fields, where, _KEYS)
+    files = _read(OBJECT, fields["files"], f"{where}: files")
     if VALUES_NAME not in files:
         raise CheckpointError(f"{where}: files: {VALUES_NAME} is missing")
-    parameters = as_object(fields["parameters"], f"{where}: parameters")
+    parameters = _read(OBJECT, fields["parameters"], f"{where}: parameters")
     return Index(
-        step=as_int(fields["step"], f"{where}: step"),
+        step=_read(WHOLE, fields["step"], f"{where}: step"),
         parameters={
-            name: as_shape(shape, f"{where}: parameters[{json.dumps(name)}]") for name, shape in parameters.items()
+            name: _read(_SHAPE, shape, f"{where}: parameters[{json.dumps(name)}]") for name, shape in parameters.items()
         },
         files={name: _file_record(name, row, f"{where}: files[{json.dumps(name)}]") for name, row in files.items()},
     )
@@ -104,8 +107,16 @@ def decode_index(data: bytes, *, where: str) -> Index:
 def _file_record(name: str, row: object, where: str) -> FileRecord:
     if not _FILE_NAME.fullmatch(name):
         raise CheckpointError(f"{where}: not a plain file name of a checkpoint")
-    fields = exact_keys(row, where, ("nbytes", "sha256"))
-    checksum = as_str(fields["sha256"], f"{where}.sha256")
-    if not _HEX.fullmatch(checksum):
-        raise CheckpointError(f"{where}.sha256: not a checksum of {_DIGITS} hexadecimal digits")
-    return FileRecord(as_int(fields["nbytes"], f"{where}.nbytes"), checksum)
+    fields = _read(OBJECT, row, where)
+    _expect_keys(fields, where, ("nbytes", "sha256"))
+    nbytes, sha256 = fields["nbytes"], fields["sha256"]
+    return FileRecord(_read(WHOLE, nbytes, f"{where}.nbytes"), _read(_SHA256, sha256, f"{where}.sha256"))
+
+
+def _read(kind: Kind, value: object, where: str) -> Any:
+    return kind.read(value, where, CheckpointError)
+
+
+def _expect_keys(found: Mapping[str, object], where: str, keys: Iterable[str]) -> None:
+    if odd := sorted(found.keys() ^ set(keys)):
+        raise CheckpointError(f"{where}: key {odd[0]!r} is {'unknown' if odd[0] in found else 'missing'}")

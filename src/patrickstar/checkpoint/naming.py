@@ -69,11 +69,11 @@ class Naming:
 
     def expects_missing(self, key: str) -> bool:
         """Tells whether nobody need be told that no file has this key."""
-        return self._missing is not None and bool(self._missing.search(key))
+        return bool(self._missing.search(key))
 
     def expects_unexpected(self, name: str) -> bool:
         """Tells whether nobody need be told that the model has no use for this name of a file."""
-        return self._unexpected is not None and bool(self._unexpected.search(name))
+        return bool(self._unexpected.search(name))
 
     def _prefixed(self, name: str, keys: Collection[str]) -> str:
         """The name with or without the base model's prefix, whichever the model has."""
@@ -130,8 +130,9 @@ def _is_of_transformers(model: nn.Module) -> bool:
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 
-def _pattern_of(patterns: Collection[str] | None) -> re.Pattern[str] | None:
-    return re.compile("|".join(f"({pattern})" for pattern in sorted(patterns))) if patterns else None
+def _pattern_of(patterns: Collection[str] | None) -> re.Pattern[str]:
+    never = "(?!)"
+    return re.compile("|".join(f"({pattern})" for pattern in sorted(patterns or (never,))))
 
 
 def _former_buffers(model: nn.Module) -> Iterator[str]:

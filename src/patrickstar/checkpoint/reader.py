@@ -72,24 +72,12 @@ class StepReader(TensorFiles):
         Raises:
             CheckpointError: of another one; says what differs.
         """
-        wanted = {name: tuple(shape) for name, shape in parameters.items()}
-        saved = self._index.parameters
-        if wanted == saved:
-            return
-        differences = [
-            ("in the checkpoint only", [name for name in saved if name not in wanted]),
-            ("in the model only", [name for name in wanted if name not in saved]),
-            (
-                "of other shapes",
-                [
-                    f"{name} {list(saved[name])} in the checkpoint, {list(shape)} in the model"
-                    for name, shape in wanted.items()
-                    if name in saved and saved[name] != shape
-                ],
-            ),
-        ]
-        said = "; ".join(f"{what}: {some(names, most=3)}" for what, names in differences if names)
-        raise CheckpointError(f"{self.path}: a checkpoint of another model: {said}")
+        wanted, saved = {name: tuple(shape) for name, shape in parameters.items()}, self._index.parameters
+        odd = sorted({name for name, _ in wanted.items() ^ saved.items()})
+        if odd:
+            both = [(name, *(shapes.get(name, "not there") for shapes in (saved, wanted))) for name in odd]
+            told = [f"{name} is {here} in the checkpoint, {there} in the model" for name, here, there in both]
+            raise CheckpointError(f"{self.path}: a checkpoint of another model: {some(told, most=3, separator='; ')}")
 
     def verify(self) -> None:
         """Read every byte and hold it against its checksum.

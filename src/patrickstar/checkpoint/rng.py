@@ -30,24 +30,14 @@ def capture(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def check(tree: object, device: torch.device | None = None) -> None:
-    """Return if `restore` will take this tree; changes no generator. CheckpointError: it is not what `capture` gives."""
-    if not isinstance(tree, dict) or not {"torch", "python"} <= tree.keys() <= {"torch", "python", "numpy", "device"}:
-        raise CheckpointError("rng: expected the states of torch, python, numpy and a device")
+    """Return if `restore` will take this tree; every generator is as before. CheckpointError: it is not what `capture` gives."""
+    before = capture(device)
     try:
-        # Each is tried on a generator of its own.
-        torch.Generator().set_state(tree["torch"])
-        random.Random().setstate(_python_state(tree))  # noqa: S311 - what is restored is what the user drew from
-        gauss = tree["python"]["gauss"]
-        _require(gauss is None or isinstance(gauss, float), "python: gauss is no number")
-        if "device" in tree and device is not None:
-            torch.Generator(device).set_state(tree["device"])
-        if "numpy" in tree:
-            kind = tree["numpy"]["bit_generator"]
-            current = np.random.get_state(legacy=False)["bit_generator"]  # noqa: NPY002 - the global one is meant
-            _require(kind == current, f"numpy: of a {kind}, and the global generator is a {current}")
-            np.random.RandomState(getattr(np.random, kind)()).set_state(_numpy_state(tree))
+        _set(tree, device)
     except (KeyError, AttributeError, OverflowError, RuntimeError, TypeError, ValueError) as problem:
         raise CheckpointError(f"rng: not the state of a random number generator: {problem}") from problem
+    finally:
+        _set(before, device)
 
 
 def restore(tree: object, device: torch.device | None = None) -> None:
@@ -59,30 +49,20 @@ def restore(tree: object, device: torch.device | None = None) -> None:
         CheckpointError: it is no such tree; no generator was changed.
     """
     check(tree, device)
-    assert isinstance(tree, dict)
-    torch.set_rng_state(tree["torch"])
-    random.setstate(_python_state(tree))
-    if "numpy" in tree:
-        np.random.set_state(_numpy_state(tree))  # noqa: NPY002 - the global one is meant
-
-    if "device" in tree and device is not None:
-        torch.get_device_module(device).set_rng_state(tree["device"], device)
-    elif "device" in tree:
+    if "device" in _set(tree, device) and device is None:
         _log.warning(
             "the checkpoint has the state of a device's random numbers, and this session computes on none: from here on others are drawn"
         )
 
 
-def _python_state(tree: dict[str, Any]) -> tuple[Any, ...]:
-    python = tree["python"]
-    return (python["version"], tuple(python["words"].tolist()), python["gauss"])
-
-
-def _numpy_state(tree: dict[str, Any]) -> dict[str, Any]:
-    state: dict[str, Any] = _pytree.tree_map_only(torch.Tensor, torch.Tensor.numpy, tree["numpy"])
-    return state
-
-
-def _require(holds: bool, problem: str) -> None:
-    if not holds:
-        raise ValueError(problem)
+def _set(tree: object, device: torch.device | None) -> dict[str, Any]:
+    if not isinstance(tree, dict) or not {"torch", "python"} <= tree.keys() <= {"torch", "python", "numpy", "device"}:
+        raise ValueError("expected the states of torch, python, numpy and a device")
+    torch.set_rng_state(tree["torch"])
+    version, words, gauss = (tree["python"][name] for name in ("version", "words", "gauss"))
+    random.setstate((version, tuple(words.tolist()), None if gauss is None else float(gauss)))
+    if "numpy" in tree:
+        np.random.set_state(_pytree.tree_map_only(torch.Tensor, torch.Tensor.numpy, tree["numpy"]))  # noqa: NPY002 - the global one
+    if "device" in tree and device is not None:
+        torch.get_device_module(device).set_rng_state(tree["device"], device)
+    return tree

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import stat
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
@@ -49,11 +50,12 @@ def read_small(path: Path, most: int, io: FileIO) -> bytes:
 
 
 class Source:
-    """A file by its descriptor, which the source closes."""
+    """A file by its descriptor. `close`: closes it, at the latest when nobody has the source any more."""
 
     def __init__(self, path: Path, fd: int, *, io: FileIO, blocks: Blocks) -> None:
         self.path = path
         self.fd = fd
+        self.close = weakref.finalize(self, io.close, fd)
         self._io = io
         self._blocks = blocks
         with contextlib.suppress(OSError):  # where the file system can
@@ -82,9 +84,6 @@ class Source:
                     yield ready.result()
             if coming is not None:
                 yield coming.result()
-
-    def close(self) -> None:
-        self._io.close(self.fd)
 
     def _windows(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
         """The bytes asked for as (start, stop), none across a multiple of the block's size."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -39,9 +38,8 @@ class TensorFiles:
         self._follows_links = follows_links
         self._identities: dict[Path, Identity] = {}
 
-        self._open: list[Source] = []
+        self._open: Source | None = None
         self._blocks: Blocks | None = None
-        weakref.finalize(self, _close_all, self._open)
 
     def read(self, name: str) -> torch.Tensor:
         """One whole tensor, of the type that it has in its file, on the CPU."""
@@ -94,8 +92,8 @@ class TensorFiles:
         Raises:
             CheckpointError: it cannot be opened, or is not the one that was looked at before.
         """
-        if not self._open or self._open[0].path != path:
-            _close_all(self._open)
+        if self._open is None or self._open.path != path:
+            self._close_file()
             fd, identity = self._opened(path)
             if identity != self._identities[path]:
                 self._io.close(fd)
@@ -104,12 +102,12 @@ class TensorFiles:
                 # No larger than the largest file: most checkpoints in tests are small.
                 largest = max(nbytes for _, _, nbytes, _ in self._identities.values())
                 self._blocks = two_blocks(min(BLOCK_BYTES, largest + -largest % ALIGNMENT))
-            self._open.append(Source(path, fd, io=self._io, blocks=self._blocks))
-        return self._open[0]
+            self._open = Source(path, fd, io=self._io, blocks=self._blocks)
+        return self._open
 
     def close(self) -> None:
         """Close the file that is open, if one is, and let go of the blocks. Reading again takes them again."""
-        _close_all(self._open)
+        self._close_file()
         self._blocks = None
 
     def __enter__(self: _Files) -> _Files:
@@ -127,7 +125,7 @@ class TensorFiles:
     def _opened(self, path: Path) -> tuple[int, Identity]:
         return open_file(Path(os.path.realpath(path)) if self._follows_links else path, self._io)
 
-
-def _close_all(sources: list[Source]) -> None:
-    while sources:
-        sources.pop().close()
+    def _close_file(self) -> None:
+        if self._open is not None:
+            self._open.close()
+        self._open = None

@@ -16,11 +16,11 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from patrickstar.checkpoint.fields import as_object, as_str
 from patrickstar.checkpoint.format import INDEX_NAME, MOST_INDEX_BYTES
 from patrickstar.checkpoint.source import read_small
 from patrickstar.checkpoint.tensor_files import TensorFiles
 from patrickstar.config.json_file import parse_json
+from patrickstar.config.kinds import OBJECT, Kind
 from patrickstar.errors import CheckpointError
 from patrickstar.memory.fileio import FileIO, reported
 
@@ -29,6 +29,10 @@ WEIGHTS_FILE = f"{STEM}.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _LATEST = "latest"
+_SHARD = Kind(
+    "the name of a safetensors file",
+    lambda v: isinstance(v, str) and Path(v).name == v and v.endswith(".safetensors"),
+)
 
 
 class WeightFiles(TensorFiles):
@@ -73,12 +77,9 @@ def _find(path: Path, io: FileIO) -> tuple[Mapping[str, str], list[Path]]:
 
 def _read_index(path: Path, io: FileIO) -> dict[str, str]:
     fields = parse_json(read_small(_real(path), MOST_INDEX_BYTES, io), where=str(path), damaged=CheckpointError)
-    found: dict[str, str] = {}
-    for name, value in as_object(fields.get("weight_map"), f"{path}: weight_map").items():
-        shard = as_str(value, f"{path}: weight_map[{name[:80]!r}]")
-        if Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise CheckpointError(f"{path}: weight_map[{name[:80]!r}]: {shard[:80]!r} is no name of a safetensors file")
-        found[name] = shard
+    found: dict[str, str] = OBJECT.read(fields.get("weight_map"), f"{path}: weight_map", CheckpointError)
+    for name, shard in found.items():
+        _SHARD.read(shard, f"{path}: weight_map[{name[:80]!r}]", CheckpointError)
     if not found:
         raise CheckpointError(f"{path}: weight_map: names no tensor")
     return found

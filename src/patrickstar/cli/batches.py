@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from patrickstar.cli.corpus import DataError
@@ -15,40 +16,40 @@ from patrickstar.errors import CheckpointError
 
 # Held-out batches of one evaluation: enough to tell a fall from noise, few enough to cost no more than a few steps.
 VALIDATION_BATCHES: Final = 4
+RANDOM_TOKENS: Final = 1 << 22
 
 Batch = dict[str, torch.Tensor]
 
 
-class BatchSource:
-    """Endless batches, [batch_size, seq_len] tokens each, as Hugging Face's causal models take them.
+class Batches:
+    """Endless batches of windows of `seq_len` tokens, [batch_size, seq_len] each, shuffled anew in every epoch.
 
     The state is how many sequences have been given out, with all that must be equal for this to mean the same place.
     """
 
     def __init__(
-        self, tokens: str, *, batch_size: int, seq_len: int, seed: int, device: torch.device | None = None
+        self, tokens: Tokens, *, batch_size: int, seq_len: int, seed: int, device: torch.device | None = None
     ) -> None:
-        """Begins at the beginning. `tokens`: what tells these tokens from all others. `device`: of the batches; None: the CPU."""
-        self.tokens = tokens
-        self.batch_size = batch_size
-        self.seq_len = seq_len
-        self.seed = seed
+        """Begins at the beginning. `device`: of the batches; None: the CPU."""
+        self._windows = _windows(tokens, seq_len, "training")
+        self._identity: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len, "seed": seed}
+        self._identity["tokens"] = hashlib.sha256(tokens.tobytes()).hexdigest()
+        self._batch_size = batch_size
+        self._seed = seed
         self._device = device
 
-        self.position = 0
+        self._position = 0
 
     def next(self) -> Batch:
         """The next batch, in which an epoch may end."""
-        batch = as_batch(self._rows(), self._device)
-        self.position += self.batch_size
-        return batch
-
-    def _rows(self) -> torch.Tensor:
-        """The tokens at the position, [batch_size, seq_len]."""
-        raise NotImplementedError
+        count = len(self._windows)
+        places = (divmod(self._position + index, count) for index in range(self._batch_size))
+        rows = self._windows[[int(_order(self._seed, epoch, count)[place]) for epoch, place in places]]
+        self._position += self._batch_size
+        return as_batch(rows, self._device)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position, **self._identity()}
+        return {"position": self._position, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from where the state was taken.
@@ -56,29 +57,13 @@ class BatchSource:
         Raises:
             CheckpointError: it was taken from other tokens or with other numbers; the message says which.
         """
-        for name, now in self._identity().items():
+        for name, now in self._identity.items():
             then = state.get(name)
             if then != now:
                 raise CheckpointError(
                     f"the checkpoint's data order is another: {name} was {then}, is {now}; resume with what it was"
                 )
-        self.position = int(state["position"])
-
-    def _identity(self) -> dict[str, Any]:
-        return {"batch_size": self.batch_size, "seq_len": self.seq_len, "seed": self.seed, "tokens": self.tokens}
-
-
-class Batches(BatchSource):
-    """Windows of `seq_len` tokens of a text, shuffled anew in every epoch."""
-
-    def __init__(self, tokens: Tokens, **shape: Any) -> None:
-        super().__init__(hashlib.sha256(tokens.tobytes()).hexdigest(), **shape)
-        self._windows = _windows(tokens, self.seq_len, "training")
-
-    def _rows(self) -> torch.Tensor:
-        count = len(self._windows)
-        places = (divmod(self.position + index, count) for index in range(self.batch_size))
-        return self._windows[[int(_order(self.seed, epoch, count)[place]) for epoch, place in places]]
+        self._position = int(state["position"])
 
 
 @lru_cache(maxsize=2)
@@ -87,19 +72,10 @@ def _order(seed: int, epoch: int, count: int) -> torch.Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed((seed * 1_000_003 + epoch) % (1 << 63)))
 
 
-class RandomBatches(BatchSource):
-    """Random tokens; the seed and the position decide each batch, and nothing else does. `held_out`: others than training has."""
-
-    def __init__(self, vocab_size: int, *, held_out: bool = False, **shape: Any) -> None:
-        super().__init__(f"random of a vocabulary of {vocab_size}", **shape)
-        self.vocab_size = vocab_size
-        self._held_out = held_out
-
-    def _rows(self) -> torch.Tensor:
-        # A generator of its own, made anew: any position can be come back to, and what the model draws stays what it was.
-        mixed = (self.seed * 1_000_003 + self.position // self.batch_size) * 2 + self._held_out
-        generator = torch.Generator().manual_seed(mixed % (1 << 63))
-        return torch.randint(self.vocab_size, (self.batch_size, self.seq_len), generator=generator)
+def random_tokens(vocab_size: int) -> tuple[Tokens, Tokens]:
+    """Random tokens of a vocabulary, always the same ones; those held out second."""
+    drawn = np.random.default_rng(0).integers(vocab_size, size=RANDOM_TOKENS, dtype=np.int32)
+    return drawn[: -RANDOM_TOKENS // 16], drawn[-RANDOM_TOKENS // 16 :]
 
 
 def as_batch(rows: torch.Tensor, device: torch.device | None = None) -> Batch:

@@ -17,15 +17,26 @@ from patrickstar.errors import ConfigError
 _PRECISIONS: Final = ("fp16.enabled", "bf16.enabled", "bfloat16.enabled", "patrickstar.precision")
 _OFFLOAD: Final = ("zero_optimization.offload_param", "zero_optimization.offload_optimizer")
 _DISKS: Final = (*_OFFLOAD, "client.nvme_base_dir", "patrickstar.disk")
-# Flags that say what one key says, and those that our own section has under the same name; the others are written out below.
+# The key that says what a flag says; and others that a flag stands in the place of, sections as a whole.
 _KEYS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "batch_size": "train_micro_batch_size_per_gpu",
         "accumulate": "gradient_accumulation_steps",
         "clip": "gradient_clipping",
+        "lr": "optimizer.params.lr",
+        **{name: f"patrickstar.{name}" for name in ("device", "precision", "device_memory", "host_memory")},
+        **{name: f"patrickstar.{name}" for name in ("disk", "disk_memory", "step")},
     }
 )
-_OWN: Final = ("device", "device_memory", "host_memory", "disk", "disk_memory", "step")
+_OTHERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "disk": _DISKS,
+        "host_memory": ("client.mem_tracer.overall_cpu_mem_ratio",),
+        "precision": _PRECISIONS,
+        "schedule": ("scheduler",),
+        "warmup": ("scheduler",),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +63,12 @@ def configure(path: Path, given: Mapping[str, Any], *, explicit: Collection[str]
         ConfigError: the config has problems, also with the flags in place; or a flag has nothing to say beside it.
     """
     config = read_json(path)
-    instead = _instead(config, {name: given[name] for name in explicit})
-    settings = read_config(config, of=f"config {path}", instead=instead)
+    for flag in explicit:
+        for key in _OTHERS.get(flag, ()):
+            _put(config, key, None)
+        if flag in _KEYS and (flag != "lr" or isinstance(config.get("optimizer"), dict)):
+            _put(config, _KEYS[flag], given[flag])
+    settings = read_config(config, of=f"config {path}")
     said = settings.values
     if said.get("steps_per_print") is not None:
         why = "steps_per_print (`train` shows its progress, and --log-json has every step)"
@@ -77,20 +92,15 @@ def configure(path: Path, given: Mapping[str, Any], *, explicit: Collection[str]
     return Configuration(path, settings, memory, flags, optimizer)
 
 
-def _instead(config: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys that flags stand in the place of, sections as a whole; and what the flags say, None where another key says it."""
-    instead: dict[str, Any] = {}
-    for name, value in flags.items():
-        if name == "disk":
-            instead |= dict.fromkeys(_DISKS)
-        if name == "host_memory":
-            instead["client.mem_tracer.overall_cpu_mem_ratio"] = None
-        if name in ("schedule", "warmup"):
-            instead["scheduler"] = None
-        if name == "precision":
-            instead |= {**dict.fromkeys(_PRECISIONS), "patrickstar.precision": value}
-        if name == "lr" and isinstance(config.get("optimizer"), Mapping):
-            instead["optimizer.params.lr"] = value
-        if name in (*_KEYS, *_OWN):
-            instead[_KEYS.get(name, f"patrickstar.{name}")] = str(value) if isinstance(value, Path) else value
-    return instead
+def _put(config: dict[str, Any], path: str, value: object) -> None:
+    """Writes a key, or with None leaves it out. What stands where a section should is left for the reader to tell."""
+    *sections, name = path.split(".")
+    within: Any = config
+    for section in sections:
+        within[section] = {} if within.get(section) is None else within[section]
+        within = within[section]
+        if not isinstance(within, dict):
+            return
+    within.pop(name, None)
+    if value is not None:
+        within[name] = str(value) if isinstance(value, Path) else value

@@ -6,7 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final
+from datetime import timedelta
+from typing import Any, Final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -42,36 +43,26 @@ class Display:
 
         A plain line comes now and then, and where there is text to show, at both ends.
         """
-        if not self._console.is_terminal:
-            yield self._plain(title, total, done)
-            return
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         last = TextColumn("{task.fields[text]}", markup=False)
-        with Progress(*columns, last, console=self._console, transient=True) as progress:
-            task = progress.add_task(title, total=total, completed=done, text="")
+        is_terminal, told = self._console.is_terminal, self._clock()
+        how: dict[str, Any] = {"console": self._console, "transient": True, "disable": not is_terminal}
+        with Progress(*columns, last, get_time=self._clock, **how) as progress:
+            progress.add_task(title, total=total, completed=done, text="")
+            (task,) = progress.tasks
 
             def advance(more: int, text: str = "") -> None:
-                progress.update(task, advance=more, text=text)
+                nonlocal told
+                begins = task.completed == done
+                progress.update(task.id, advance=more, text=text)
+                due = bool(text) if begins or task.finished else self._clock() - told >= PLAIN_EVERY_S
+                if due and not is_terminal:
+                    told = self._clock()
+                    left = timedelta(seconds=task.time_remaining or 0)
+                    rate = f", {task.speed:.3g}/s, {left} left" if task.speed else ""
+                    self.note(f"{title} {task.completed:.0f}/{total}{rate}  {text}".rstrip())
 
             yield advance
-
-    def _plain(self, title: str, total: int, done: int) -> Advance:
-        first, started = done, self._clock()
-        told = started
-
-        def advance(more: int, text: str = "") -> None:
-            nonlocal done, told
-            begins = done == first
-            done += more
-            now = self._clock()
-            due = bool(text) if begins or done >= total else now - told >= PLAIN_EVERY_S
-            if due:
-                told = now
-                rate = (done - first) / max(now - started, 1e-9)
-                shown = f"{title} {done}/{total}, {rate:.3g}/s, {_duration((total - done) / rate)} left"
-                self.note(f"{shown}  {text}".rstrip())
-
-        return advance
 
     def summary(self, summary: Row, *, budgets: Budgets) -> None:
         """A table of what the run came to, of the log's last row: memory and traffic, predicted beside measured."""
@@ -93,7 +84,7 @@ class Display:
         first, last, before, after = ("-" if summary[name] is None else f"{summary[name]:.4f}" for name in names)
         self.note(f"loss {first} -> {last}, validation {before} -> {after}")
         self.note(
-            f"{summary['steps']} steps, {summary['tokens_per_second']:.0f} tokens/s, {_duration(summary['seconds'])}; "
+            f"{summary['steps']} steps, {summary['tokens_per_second']:.0f} tokens/s, {timedelta(seconds=round(summary['seconds']))}; "
             f"{summary['parameters'] / 1e6:.1f}M parameters, model states {format_bytes(summary['model_data_bytes'])}"
         )
 
@@ -122,9 +113,3 @@ def step_text(step: Row, held: Mapping[str, int], budgets: Budgets) -> str:
 
 def _of(budgets: Budgets, tier: str) -> str:
     return format_bytes(budgets[tier]) if tier in budgets else ""
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

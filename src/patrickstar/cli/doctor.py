@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import json
 import os
@@ -107,9 +106,8 @@ def _package(name: str) -> Finding:
                 f"it does not belong to torch {version('torch')}, and transformers imports it where it finds it: install the version that does, "
                 "or pip uninstall torchvision"
             )
-        text = (
-            f"{found}, cannot be imported: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        )
+        says = next(iter(str(error).splitlines()), "")
+        text = f"{found}, cannot be imported: {type(error).__name__}: {says}"
         return Finding(name, text, None, advice, fault=True)
     return Finding(name, found, found)
 
@@ -126,12 +124,12 @@ def _processor() -> Iterator[Finding]:
     yield Finding("threads", f"{threads} of {cores} cores", {"torch": threads, "cores": cores}, advice)
     isa = torch.backends.cpu.get_cpu_capability()
     yield Finding("instructions", isa, isa)
-    kernel, why = None, ""
+    kernel, why = "torch", ""
     try:
-        kernel = choose_kernel().name
+        choose_kernel()
     except DeviceError as error:
-        why = str(error)
-    yield Finding("optimizer kernel", kernel or "none", kernel, why)
+        kernel, why = "", str(error)
+    yield Finding("optimizer kernel", kernel or "none", kernel or None, why)
 
 
 def _memory() -> Iterator[Finding]:
@@ -205,27 +203,18 @@ def _figures(disk: Path | None) -> MachinePreset:
 
 def _disk(directory: Path) -> Iterator[Finding]:
     """Tells whether the directory can be a disk tier, and whether its file system moves bytes past the page cache."""
-    where = directory if directory.is_dir() else directory.parent
-    if not where.is_dir():
-        yield Finding("disk", f"{directory}: no such directory", None, f"mkdir -p {directory}", fault=True)
-        return
     try:
         expect_usable(directory)
         free = free_bytes(directory)
     except DeviceError as error:
         yield Finding("disk", f"{directory}: cannot be a disk tier", None, str(error), fault=True)
         return
-    reason = _direct_io(where)
-    text = f"{directory}: {format_bytes(free)} free, direct I/O {f'does not work ({reason})' if reason else 'works'}"
-    advice = "transfers will go through the page cache; a directory on ext4 or xfs is faster" if reason else ""
-    yield Finding("disk", text, {"directory": str(directory), "free": free, "direct_io": not reason}, advice)
-
-
-def _direct_io(directory: Path) -> str:
-    """Reason for which files there cannot be transferred past the page cache, or "". Leaves nothing behind."""
+    direct, advice = "works", ""
     try:
-        with tempfile.TemporaryFile(dir=directory) as file:
+        with tempfile.TemporaryFile(dir=directory if directory.is_dir() else directory.parent) as file:
             FileIO().set_direct(file.fileno())
     except OSError as error:
-        return "not supported" if error.errno == errno.EINVAL else error.strerror or "error"
-    return ""
+        direct = f"does not work ({error.strerror})"
+        advice = "transfers will go through the page cache; a directory on ext4 or xfs is faster"
+    value = {"directory": str(directory), "free": free, "direct_io": not advice}
+    yield Finding("disk", f"{directory}: {format_bytes(free)} free, direct I/O {direct}", value, advice)

@@ -1,11 +1,8 @@
-"""Flags of the command line: types that name the nearest spelling, and the options verbs share."""
+"""Flags of the command line that verbs share. What `manage` takes too is checked as its arguments are."""
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -16,8 +13,6 @@ import click
 from patrickstar.cli.stop import StopSignals
 from patrickstar.config.arguments import MemoryOptions, check_arguments
 from patrickstar.config.options import Options
-from patrickstar.errors import ConfigError, nearest
-from patrickstar.units import MIB, parse_size
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -30,56 +25,6 @@ class Invocation:
     may_reexecute: bool = False
     """Whether this process is ours alone, so that it may be replaced by another (never in a test or an embedding)."""
     signals: StopSignals = field(default_factory=StopSignals)
-
-
-class Spelling(click.ParamType):
-    """One of a few words; anything else is refused with the nearest of them."""
-
-    name = "choice"
-
-    def __init__(self, *words: str, also: str = "") -> None:
-        """`also`: a pattern of more words."""
-        self.words: Final = words
-        self._also = also
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if value not in self.words and not re.fullmatch(self._also, str(value) or "-"):
-            self.fail(f"{value!r} is none of {', '.join(self.words)}{nearest(str(value), self.words)}", param, ctx)
-        return str(value)
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:  # noqa: ARG002 - click's
-        return "|".join(self.words)
-
-
-DEVICE: Final = Spelling("cpu", "emulated", "cuda", "cuda:N", also=r"cuda:\d+")
-
-
-class Size(click.ParamType):
-    """Bytes: `6442450944`, `6GiB`, `1.5GB`, or `70%` of the tier. Kept as written: only its tier knows its total.
-
-    Below 1 MiB the unit is written out: `8` was to be `8GiB`.
-    """
-
-    name = "bytes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        try:
-            parse_size(str(value), name=param.opts[0] if param else "size", total_bytes=1 << 60, least_bare=MIB)
-        except ConfigError as error:
-            raise click.UsageError(str(error), ctx) from error
-        return str(value)
-
-
-class Positive(click.ParamType):
-    """A finite number above zero."""
-
-    name = "number"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        with suppress(ValueError):
-            if math.isfinite(number := float(value)) and number > 0:
-                return number
-        raise click.BadParameter(f"{value!r} is not a finite number above 0", ctx, param)
 
 
 def memory_of(given: Mapping[str, Any]) -> MemoryOptions:
@@ -117,18 +62,20 @@ def path(flag: str, metavar: str, *, says: str) -> Callable[[Verb], Verb]:
     return click.option(flag, type=kind, metavar=metavar, help=says)
 
 
-clip_option = click.option("--clip", type=Positive(), metavar="X", help="Largest global norm of the gradients.")
+clip_option = click.option(
+    "--clip", type=click.FloatRange(min=0, min_open=True), metavar="X", help="Largest global norm of the gradients."
+)
 
 memory_options = _together(
-    click.option("--device", type=DEVICE, metavar="D", help="cpu, emulated, cuda or cuda:N; CUDA where there is one."),
-    click.option("--precision", type=Spelling("fp32", "bf16", "fp16"), help="The type that the model computes in."),
-    click.option("--device-memory", type=Size(), metavar="B", help="Budget of the device, such as 6GiB or 70%."),
-    click.option("--host-memory", type=Size(), metavar="B", help="Host memory that this process may hold."),
+    click.option("--device", metavar="D", help="cpu, emulated, cuda or cuda:N; CUDA where there is one."),
+    click.option("--precision", metavar="fp32|bf16|fp16", help="The type that the model computes in."),
+    click.option("--device-memory", metavar="B", help="Budget of the device, such as 6GiB or 70%."),
+    click.option("--host-memory", metavar="B", help="Host memory that this process may hold."),
     click.option("--disk", type=click.Path(path_type=Path), metavar="DIR", help="Directory of the disk tier."),
-    click.option("--disk-memory", type=Size(), metavar="B", help="Budget of the disk tier."),
+    click.option("--disk-memory", metavar="B", help="Budget of the disk tier."),
     click.option(
         "--step",
-        type=Spelling("deferred", "in_backward"),
+        metavar="deferred|in_backward",
         default="deferred",
         show_default=True,
         help="When weights are updated: after backward, or as gradients arrive.",

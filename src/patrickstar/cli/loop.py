@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import patrickstar
-from patrickstar.cli.batches import Batch, BatchSource
+from patrickstar.cli.batches import Batch, Batches
 from patrickstar.cli.display import Budgets, Display, step_text
 from patrickstar.cli.event_log import EventLog, Row
 from patrickstar.cli.predict import manage_arguments
@@ -41,7 +41,8 @@ class Progress:
 
 
 # Of a run, what it must know of its beginning when it goes on in another process.
-_REMEMBERED: Final = ("step", "first_loss", "last_loss", "first_validation_loss")
+LOSSES: Final = ("first_loss", "last_loss", "first_validation_loss")
+_REMEMBERED: Final = ("step", *LOSSES)
 
 
 @dataclass(eq=False)
@@ -50,7 +51,7 @@ class TrainingRun:
 
     request: Request
     model: nn.Module
-    batches: BatchSource
+    batches: Batches
     log: EventLog
     display: Display
     signals: StopSignals
@@ -147,7 +148,7 @@ class TrainingRun:
 
 def accumulate_gradients(
     model: nn.Module,
-    batches: BatchSource,
+    batches: Batches,
     accumulate: int,
     *,
     scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,

@@ -141,10 +141,10 @@ def write_machine(figures: MachinePreset, path: Path) -> None:
 def _read(path: Path) -> MachinePreset:
     row = read_json(path, what="--machine", damaged=MachineError)
     problems = [f"{name}: there is no such figure{nearest(name, _KINDS)}" for name in row if name not in _KINDS]
-    given = {name: (kind, row[name]) for name, kind in _KINDS.items() if name in row}
-    problems += [f"{name}={v!r}: expected {kind.words}" for name, (kind, v) in given.items() if not kind.takes(v)]
+    kinds = {name: kind for name, kind in _KINDS.items() if name in row}
+    problems += [problem for name, kind in kinds.items() for problem in kind.problems(name, row[name])]
     if not problems:
-        found = MachinePreset(**{"host_bytes": 0} | {name: kind.convert(v) for name, (kind, v) in given.items()})
+        found = MachinePreset(**{"host_bytes": 0} | {name: kind.convert(row[name]) for name, kind in kinds.items()})
         problems = _together(found)
         if not problems:
             return found

@@ -1,32 +1,33 @@
 """The steps of a run in plain PyTorch, what `--compare-plain` compares with.
 
-The update is written out below in the order of operations that defines it (`docs/bits.md`), in torch's own operations; so are clipping, masters
-and the rounding of 16-bit weights. The gradients are autograd's. Of the library's arithmetic only the rule of the loss scale takes part.
+The update is torch's own fused Adam on fp32 masters, on the CPU; what it does to the last elements of a tensor depends on where the tensor ends
+(`docs/bits.md`), so masters end with zeros in a whole vector. Clipping and the rounding of 16-bit weights are written out below, in torch's own
+operations. The gradients are autograd's. Of the library's arithmetic only the schedule and the rule of the loss scale take part.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from patrickstar.cli.batches import BatchSource
+from patrickstar.cli.batches import Batches
 from patrickstar.cli.loop import accumulate_gradients
 from patrickstar.config.loss_scale import LossScale
 from patrickstar.config.settings import OptimizerSettings
+from patrickstar.optim.configured import Scheduler, build_optimizer
 from patrickstar.optim.scale_rule import ScaleRule
 from patrickstar.optim.schedules import Rates
 from patrickstar.parameters.bound import names_by_id
+from patrickstar.step.precision import lies_in
 
+VECTOR_NUMEL: Final = 16  # the most elements of a processor's vector
 # Elements whose squares are summed together, in fp64, as rows of a tree: part of the definition of the norm.
 NORM_BLOCK: Final = 65_536
 NORM_ROW: Final = 16
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,38 +48,28 @@ class PlainPrecision:
     Attributes:
         kept: bfloat16 or float16; float32: nothing is rounded. compute: that, or float32: then a weight is the very same rounded value, in fp32.
         gradient: what one backward's gradients are rounded to; float32: not at all, because several add up.
-        keep_fp32: names of modules that stay fp32 whole, beside those that the model lists. loss_scale: of losses; None: they are not scaled.
+        whole: paths of modules that stay fp32 whole, and of all inside of them. loss_scale: of losses; None: they are not scaled.
     """
 
     kept: torch.dtype
     compute: torch.dtype
     gradient: torch.dtype
-    keep_fp32: Sequence[str] = ()
+    whole: Collection[str] = ()
     loss_scale: LossScale | None = None
 
 
 PLAIN_FP32 = PlainPrecision(kept=torch.float32, compute=torch.float32, gradient=torch.float32)
 
 
-@dataclass(slots=True)
-class Moments:
-    """The state of AdamW for one parameter."""
-
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    steps: int = 0
-
-
 @dataclass(eq=False)
 class PlainRun:
     """The steps of a run, from the model, batches and schedule that the managed run began with.
 
-    The model is narrowed to 16 bits, with fp32 masters beside. Batch norm, and modules that the model itself lists in `_keep_in_fp32_modules`,
-    stay fp32 whole: each is its own master. In fp32 all do.
+    The model is narrowed to 16 bits, with fp32 masters beside, but for modules that stay fp32 whole.
     """
 
     model: nn.Module
-    batches: BatchSource
+    batches: Batches
     optimizer: OptimizerSettings
     schedule: Rates
     clip: float | None
@@ -87,31 +78,24 @@ class PlainRun:
 
     def __post_init__(self) -> None:
         model, precision = self.model, self.precision
-        whole = {id(t) for module in _whole(model, precision) for t in (*module.parameters(), *module.buffers())}
-        self._whole = {name for name, parameter in model.named_parameters() if id(parameter) in whole}
-        self._masters = {name: self._narrowed(name, parameter) for name, parameter in model.named_parameters()}
-        for module in model.modules():
+        named, whole = dict(model.named_parameters()), precision.whole
+        self._kept = {name: torch.float32 if lies_in(name, whole) else precision.kept for name in named}
+        self._masters = {name: nn.Parameter(_padded(p)) for name, p in named.items() if p.requires_grad}
+        self._optimizer = build_optimizer(self._masters.values(), self.optimizer, fused=True)
+        self._scheduler = Scheduler(self._optimizer, self.schedule)
+        for name, parameter in named.items():
+            if self._kept[name] is not torch.float32:
+                # Strides stay as they are: torch may choose another kernel by them.
+                strides, device = parameter.stride(), parameter.device
+                weight = torch.empty_strided(parameter.shape, strides, dtype=precision.compute, device=device)
+                parameter.data = weight.copy_(narrow(parameter.detach(), precision.kept))
+        for path, module in model.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
-                    module._buffers[name] = buffer.to(torch.float32 if id(buffer) in whole else precision.compute)
+                    module._buffers[name] = buffer.to(torch.float32 if path in whole else precision.compute)
         self._gradients: dict[str, Tensor] = {}
-        self._moments: dict[str, Moments] = {}
         self._scale = None if precision.loss_scale is None else ScaleRule(precision.loss_scale)
-        self._done = 0
         self._skipped = 0
-
-    def _narrowed(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """Rounds a weight to what is kept of it, and gives its master."""
-        master = parameter.detach()
-        if name in self._whole:
-            return master
-        rounded = narrow(master, self.precision.kept)
-        # Strides stay as they are: torch may choose another kernel by them.
-        strides, device = parameter.stride(), parameter.device
-        weight = torch.empty_strided(parameter.shape, strides, dtype=self.precision.compute, device=device)
-        parameter.data = weight.copy_(rounded)
-        # Of what is frozen the rounded weight is all there is.
-        return master if parameter.requires_grad else rounded.float()
 
     def step(self) -> float:
         """Runs one step and gives its loss. Where gradients overflow nothing is updated, and the schedule waits."""
@@ -131,28 +115,27 @@ class PlainRun:
         """Adds the gradients of a backward that is over to the sums, in fp32."""
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
-                kept = parameter.grad if name in self._whole else parameter.grad.to(self.precision.gradient)
-                wide = kept.float()
-                if name in self._gradients:
-                    self._gradients[name].add_(wide)
-                else:
-                    self._gradients[name] = wide
+                is_whole = self._kept[name] is torch.float32
+                wide = parameter.grad.to(torch.float32 if is_whole else self.precision.gradient).float()
+                self._gradients[name] = self._gradients[name].add_(wide) if name in self._gradients else wide
                 parameter.grad = None
 
-    def _update(self, gradients: Mapping[str, Tensor]) -> None:
+    def _update(self, gradients: dict[str, Tensor]) -> None:
         if self.clip is not None:
             clip_(list(gradients.values()), self.clip)
-        lr, betas = self.schedule.lr(self._done, self.optimizer.lr), self.schedule.betas(self._done)
-        hyper = replace(self.optimizer, lr=lr, betas=betas or self.optimizer.betas)
-        for name, gradient in gradients.items():
-            master = self._masters[name]
-            if name not in self._moments:
-                self._moments[name] = Moments(torch.zeros_like(master), torch.zeros_like(master))
-            update_(master, gradient, self._moments[name], hyper)
+        for name, master in self._masters.items():
+            master.grad = _padded(gradients[name]) if name in gradients else None
+        self._optimizer.step()
+        self._scheduler.step()
         for name, parameter in self.model.named_parameters():
-            if name not in self._whole:
-                parameter.data.copy_(narrow(self._masters[name], self.precision.kept))
-        self._done += 1
+            if name in self._masters:
+                parameter.data.copy_(narrow(self._master(name, parameter), self._kept[name]))
+
+    def _master(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """A parameter's values in fp32: of what is frozen the rounded weight is all there is."""
+        if name not in self._masters:
+            return parameter.detach().float()
+        return self._masters[name].detach()[: parameter.numel()].view(parameter.shape)
 
     @property
     def scaling(self) -> Scaling | None:
@@ -163,24 +146,17 @@ class PlainRun:
         """The model's, with masters for parameters."""
         names = names_by_id(dict(self.model.named_parameters()))
         state = self.model.state_dict(keep_vars=True)
-        return {key: self._masters[names[id(value)]] if id(value) in names else value for key, value in state.items()}
+        return {
+            key: self._master(names[id(value)], value) if id(value) in names else value for key, value in state.items()
+        }
 
 
-def update_(p: Tensor, g: Tensor, moments: Moments, hyper: OptimizerSettings) -> None:
-    """One update of Adam for a parameter, in place, in fp32. Scalars are computed in double and rounded once."""
-    beta1, beta2 = hyper.betas
-    m, v = moments.exp_avg, moments.exp_avg_sq
-    moments.steps += 1
-    if hyper.decoupled:
-        p.mul_(1 - hyper.lr * hyper.weight_decay)
-    elif hyper.weight_decay:
-        g = g.add(p, alpha=hyper.weight_decay)
-    m.lerp_(g, 1 - beta1)
-    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-    # torch's own fp32 root is off by one bit now and then; rounded from fp64 it is the IEEE root.
-    root = v.double().sqrt_().float()
-    root.div_(math.sqrt(1 - beta2**moments.steps)).add_(hyper.eps)
-    p.addcdiv_(m, root, value=-hyper.lr / (1 - beta1**moments.steps))
+def _padded(tensor: Tensor) -> Tensor:
+    """A copy of the elements in fp32, on the CPU, with zeros up to a whole number of vectors."""
+    numel = tensor.numel()
+    flat = torch.zeros(numel + -numel % VECTOR_NUMEL)
+    flat[:numel] = tensor.detach().reshape(-1)
+    return flat
 
 
 def unscale_(gradients: Iterable[Tensor], rule: ScaleRule) -> bool:
@@ -224,17 +200,7 @@ def narrow(master: Tensor, kept: torch.dtype) -> Tensor:
 
     Half of the last place that is kept carries where it must.
     """
-    if kept is torch.float16:
-        return master.half()
+    if kept is not torch.bfloat16:
+        return master.to(kept)
     rounded = (master.contiguous().view(torch.int32) + 0x8000) & -0x10000
     return rounded.view(torch.float32).to(torch.bfloat16).view(master.shape)
-
-
-def _whole(model: nn.Module, precision: PlainPrecision) -> Iterator[nn.Module]:
-    if precision.kept is torch.float32:
-        yield model
-        return
-    listed = (*precision.keep_fp32, *(getattr(model, "_keep_in_fp32_modules", None) or ()))
-    for path, module in model.named_modules():
-        if isinstance(module, _BATCH_NORMS) or any(f".{name}." in f".{path}." for name in listed):
-            yield module

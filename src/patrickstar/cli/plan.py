@@ -12,7 +12,7 @@ import click
 from patrickstar.cli.flags import batch_options, clip_option, debug_option, memory_of, memory_options
 from patrickstar.cli.machine_source import MachineSource
 from patrickstar.cli.model_source import ModelSource, check_length
-from patrickstar.cli.predict import predict, predicted, with_precision
+from patrickstar.cli.predict import forecast_row, predict, with_precision
 from patrickstar.units import format_budget, format_bytes
 
 if TYPE_CHECKING:
@@ -67,14 +67,12 @@ def plan(**given: Any) -> int:
 
 def _row(forecast: Forecast, *, precision: str, device: str) -> dict[str, Any]:
     return {
-        "predicted": predicted(forecast),
+        **forecast_row(forecast),
         "fits": forecast.fits,
         "minimum": dict(forecast.minimum),
         "budget": dict(forecast.budget),
         "device": device,
         "precision": precision,
-        "parameters": forecast.parameters,
-        "model_data_bytes": forecast.model_data_bytes,
         **_UNKNOWN_YET,
         **({} if forecast.fits else {"refusal": forecast.refusal}),
     }

@@ -61,6 +61,12 @@ def predicted(forecast: Forecast) -> dict[str, Any]:
     return {"peak": peak, "moved": dict(forecast.moved), "step_seconds": None}
 
 
+def forecast_row(forecast: Forecast) -> dict[str, Any]:
+    """The entries that every report has about a forecast."""
+    numbers = {"parameters": forecast.parameters, "model_data_bytes": forecast.model_data_bytes}
+    return {**numbers, "predicted": predicted(forecast)}
+
+
 def start_row(forecast: Forecast) -> dict[str, Any]:
     """Entries of the log's first row about a forecast."""
     layout = forecast.layout
@@ -73,9 +79,4 @@ def start_row(forecast: Forecast) -> dict[str, Any]:
         "layout": layout.digest(),
         "digests": [plan.digest() for plan in forecast.plans],
     }
-    return {
-        "parameters": forecast.parameters,
-        "model_data_bytes": forecast.model_data_bytes,
-        "predicted": predicted(forecast),
-        "plan": plan,
-    }
+    return {**forecast_row(forecast), "plan": plan}

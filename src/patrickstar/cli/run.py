@@ -17,15 +17,15 @@ from torch import nn
 import patrickstar
 from patrickstar.checkpoint import rng
 from patrickstar.checkpoint.find import saved_steps
-from patrickstar.cli.batches import Batch
+from patrickstar.cli.batches import VALIDATION_BATCHES, Batch, Batches, validation_batches
 from patrickstar.cli.compare import Comparison, ManagedRun, compare_plain, digests
 from patrickstar.cli.data import Data, prepare_data
 from patrickstar.cli.display import Display, NoteHandler
 from patrickstar.cli.event_log import EventLog
-from patrickstar.cli.loop import TrainingRun, validation_loss
+from patrickstar.cli.loop import LOSSES, TrainingRun, validation_loss
 from patrickstar.cli.model_source import check_length
-from patrickstar.cli.plain import PLAIN_FP32, PlainPrecision, PlainRun, Scaling
-from patrickstar.cli.predict import predict, predicted, start_row, with_precision
+from patrickstar.cli.plain import PlainPrecision, PlainRun, Scaling
+from patrickstar.cli.predict import forecast_row, predict, start_row, with_precision
 from patrickstar.cli.request import Request
 from patrickstar.cli.stop import StopSignals
 from patrickstar.config.arguments import MemoryOptions
@@ -53,8 +53,8 @@ def run(request: Request, signals: StopSignals) -> int:
                 request.data, vocab_size=config.vocab_size, own_tokenizer=request.source.tokenizer, display=display
             )
             device = _device(request.arguments)
-            batches = data.batches(**request.shape, seed=request.seed, device=device)
-            validation = data.validation(**request.shape, device=device)
+            batches = Batches(data.train, **request.shape, seed=request.seed, device=device)
+            validation = validation_batches(data.held_out, **request.shape, most=VALIDATION_BATCHES, device=device)
             log.write({"event": "start", "config": _config(request, data), **start_row(forecast)})
             display.note(f"computes on {_name_of(request.arguments, device)}")
             parts: dict[str, Any] = {"log": log, "display": display, "signals": signals}
@@ -115,7 +115,7 @@ def _compare(request: Request, data: Data, display: Display, managed: ManagedRun
     model = request.source.build().to(device)
     run = PlainRun(
         model,
-        data.batches(**request.shape, seed=request.seed, device=device),
+        Batches(data.train, **request.shape, seed=request.seed, device=device),
         optimizer=request.optimizer,
         schedule=request.rates,
         clip=request.clip,
@@ -127,16 +127,14 @@ def _compare(request: Request, data: Data, display: Display, managed: ManagedRun
 
 
 def _plain_precision(model: nn.Module, arguments: MemoryOptions, *, accumulate: int) -> PlainPrecision:
-    precision, options = arguments.precision, arguments.options
-    if precision == "fp32":
-        return PLAIN_FP32
-    kept = torch.float16 if precision == "fp16" else torch.bfloat16
+    kept = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[str(arguments.precision)]
+    found = find_precision(arguments, model, find_resources(arguments))
     return PlainPrecision(
         kept=kept,
-        compute=find_precision(arguments, model, find_resources(arguments)).compute,
+        compute=found.compute,
         gradient=kept if accumulate == 1 else torch.float32,
-        keep_fp32=options.keep_fp32,
-        loss_scale=(options.loss_scale or patrickstar.LossScale()) if precision == "fp16" else None,
+        whole=found.whole,
+        loss_scale=(arguments.options.loss_scale or patrickstar.LossScale()) if found.scales else None,
     )
 
 
@@ -217,18 +215,11 @@ def _summary(training: TrainingRun, forecast: Forecast) -> dict[str, Any]:
     return {
         "event": "summary",
         "steps": progress.step,
-        "first_loss": progress.first_loss,
-        "last_loss": progress.last_loss,
-        "first_validation_loss": progress.first_validation_loss,
-        "validation_loss": progress.validation_loss,
+        **{name: getattr(progress, name) for name in (*LOSSES, "validation_loss", "moved_per_step", "seconds")},
         "peak": dict(stats.peak),
         "rss_peak_growth": training.growth.peak(),
         "moved": dict(stats.moved),
-        "moved_per_step": progress.moved_per_step,
-        "predicted": predicted(forecast),
-        "model_data_bytes": forecast.model_data_bytes,
-        "parameters": forecast.parameters,
-        "seconds": progress.seconds,
+        **forecast_row(forecast),
         "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else 0.0,
     }
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import tokenizers
 from numpy.typing import NDArray
 
 from patrickstar.cli.corpus import Corpus, DataError
@@ -63,7 +64,7 @@ def make_tokenizer(corpus: Corpus, *, vocab_size: int, own: Path | None = None) 
     """The tokenizer for a model of a vocabulary: the model's `own` one, bytes, the cached one, or a newly trained one.
 
     Raises:
-        ConfigError: a vocabulary smaller than the 256 bytes that any text may need; no `tokenizers` installed.
+        ConfigError: a vocabulary smaller than the 256 bytes that any text may need.
         DataError: the model's own tokenizer cannot be read, or has more tokens than the model.
     """
     if own is not None:
@@ -93,9 +94,8 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], *, advance: Callable[[int
 
 
 def _own(path: Path, vocab_size: int) -> LibraryTokenizer:
-    library = _library()
     try:
-        tokenizer = library.Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception for a damaged file
         raise DataError(f"{path}: not a tokenizer: {error}") from error
     # A batch has no padding and no truncation of its own: documents are cut into windows later.
@@ -108,30 +108,21 @@ def _own(path: Path, vocab_size: int) -> LibraryTokenizer:
 
 
 def _train(corpus: Corpus, vocab_size: int) -> Any:
-    library = _library()
-    pre_tokenizers = library.pre_tokenizers
-    tokenizer = library.Tokenizer(library.models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = library.decoders.ByteLevel()
-    trainer = library.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(corpus.train, trainer)
-    return tokenizer
+    trained = tokenizers.ByteLevelBPETokenizer()
+    how = {"vocab_size": vocab_size, "min_frequency": 0, "special_tokens": [END_OF_TEXT], "show_progress": False}
+    trained.train_from_iterator(corpus.train, **how)
+    return tokenizers.Tokenizer.from_str(trained.to_str())
 
 
 def _cache_file(corpus: Corpus, vocab_size: int) -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or f"{os.environ.get('HOME', '')}/.cache"
-    what = f"{_CACHE_FORMAT} {_library().__version__} {vocab_size} {corpus.digest}"
+    what = f"{_CACHE_FORMAT} {tokenizers.__version__} {vocab_size} {corpus.digest}"
     return Path(home) / "patrickstar" / f"tokenizer-{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
 
 
 def _read_cached(file: Path, vocab_size: int) -> Any | None:
     try:
-        tokenizer = _library().Tokenizer.from_file(str(file))
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception:  # the library raises a bare Exception; a damaged copy is as good as none
         return None
     return tokenizer if BYTES < tokenizer.get_vocab_size() <= vocab_size else None
@@ -147,11 +138,3 @@ def _write_cached(file: Path, tokenizer: Any) -> None:
             aside.replace(file)
         finally:
             aside.unlink(missing_ok=True)
-
-
-def _library() -> Any:
-    try:
-        import tokenizers
-    except ModuleNotFoundError as error:
-        raise ConfigError("tokenizers is not installed: pip install 'patrickstar[train]'") from error
-    return tokenizers

@@ -13,8 +13,6 @@ from patrickstar.cli import reexec
 from patrickstar.cli.configuration import Configuration, configure
 from patrickstar.cli.flags import (
     Invocation,
-    Positive,
-    Spelling,
     VariadicCommand,
     batch_options,
     clip_option,
@@ -26,6 +24,8 @@ from patrickstar.cli.flags import (
 )
 from patrickstar.cli.model_source import ModelSource
 from patrickstar.cli.request import SCHEDULES, Request, WarmupSchedule
+from patrickstar.config.kinds import POSITIVE
+from patrickstar.config.problems import refuse
 from patrickstar.errors import ConfigError
 
 
@@ -38,13 +38,11 @@ from patrickstar.errors import ConfigError
     help="Text files or directories; the Python standard library's sources where left out; random: random tokens.",
 )
 @whole_number("--steps", 100, says="Steps in all, resumed ones included.")
-@click.option(
-    "--lr", type=Positive(), metavar="X", default=3e-4, show_default=True, help="Peak learning rate of AdamW."
-)
+@click.option("--lr", type=float, metavar="X", default=3e-4, show_default=True, help="Peak learning rate of AdamW.")
 @whole_number("--warmup", least=0, says="Steps until the peak.  [default: a tenth of the steps, at most 100]")
 @click.option(
     "--schedule",
-    type=Spelling(*SCHEDULES),
+    type=click.Choice(SCHEDULES),
     default="cosine",
     show_default=True,
     help="Learning rate after the warm-up.",
@@ -111,7 +109,8 @@ def _check_unused(directory: Path | None) -> None:
 
 
 def _check_together(given: dict[str, Any]) -> None:
-    """Refuses flags that make no sense together, before anything takes time. ConfigError: naming both."""
+    """Refuses flags that make no sense, by themselves or together, before anything takes time. ConfigError: naming them."""
+    refuse(POSITIVE.problems("--lr", given["lr"]), of="train")
     for flag, name in (("--resume", "resume"), ("--save-every", "save_every")):
         if given[name] and given["checkpoint_dir"] is None:
             raise ConfigError(f"{flag} without --checkpoint-dir: name the directory of the checkpoints")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
-from patrickstar.config.kinds import RATE
+from patrickstar.config.kinds import RATE, Kind, choice, later, near
 from patrickstar.config.options import Options
-from patrickstar.config.problems import OTHER_NAMES, choice, later, parsed, refuse, unknown_argument
-from patrickstar.errors import ConfigError, nearest
-from patrickstar.units import parse_size
+from patrickstar.config.problems import parsed, problems_of, refuse, unknown_argument
+from patrickstar.errors import ConfigError
+from patrickstar.units import MIB, parse_size
 
 DEVICES: Final = ("cpu", "cuda", "emulated")
 _CUDA: Final = re.compile(r"cuda(:(0|[1-9][0-9]*))?")
@@ -41,22 +43,10 @@ class MemoryOptions:
     options: Options = field(default_factory=Options)
 
     def __post_init__(self) -> None:
-        problems = [
-            *_device(self.device),
-            *choice("precision", self.precision, (None, "fp32", "bf16", "fp16")),
-            *_size("device_memory", self.device_memory),
-            *_size("host_memory", self.host_memory),
-            *_size("disk_memory", self.disk_memory),
-            *_path("disk", self.disk, "a directory"),
-            *choice("states", self.states, ("exact",), to_come=("compact",)),
-            *choice("step", self.step, ("deferred", "in_backward")),
-            *_norm(self.max_grad_norm),
-            *_path("weights", self.weights, "a safetensors file, or of a directory as save_pretrained leaves it"),
-            *choice("activations", self.activations, ("model",), to_come=("recompute", "plan")),
-            *later("mesh", self.mesh, default=None),
-        ]
-        if not isinstance(self.options, Options):
-            problems.append(f"options={self.options!r}: expected patrickstar.Options(...)")
+        problems = problems_of(self, _KINDS)
+        for name in ("device_memory", "host_memory", "disk_memory"):
+            how = {"name": name, "total_bytes": _ANY_TOTAL_BYTES, "least_bare": MIB}
+            problems += parsed(parse_size, getattr(self, name), **how)
         refuse([*problems, *self._conflicts()], of="manage")
 
     def _conflicts(self) -> list[str]:
@@ -125,22 +115,25 @@ def check_arguments(**arguments: Any) -> MemoryOptions:
     return checked
 
 
-def _device(value: object) -> list[str]:
-    if value is None or (isinstance(value, str) and (value in DEVICES or _CUDA.fullmatch(value))):
-        return []
-    kind = value.partition(":")[0] if isinstance(value, str) else ""
-    near = nearest(OTHER_NAMES.get(kind, kind), DEVICES)
-    return [f'device={value!r}: expected "cpu", "emulated", "cuda", "cuda:1" or None{near}']
+def _is_device(value: object) -> bool:
+    return value is None or (isinstance(value, str) and (value in DEVICES or bool(_CUDA.fullmatch(value))))
 
 
-def _size(name: str, value: Any) -> list[str]:
-    return parsed(parse_size, value, name=name, total_bytes=_ANY_TOTAL_BYTES)
+def _is_path(value: object) -> bool:
+    return isinstance(value, Path | None)
 
 
-def _path(name: str, value: object, of: str) -> list[str]:
-    return [] if value is None or isinstance(value, Path) else [f"{name}={value!r}: expected the path of {of}"]
-
-
-def _norm(value: object) -> list[str]:
-    expected = "expected a finite norm, a number of 0 or more; None clips nothing"
-    return [] if value is None or RATE.takes(value) else [f"max_grad_norm={value!r}: {expected}"]
+_KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
+    {
+        "device": Kind('"cpu", "emulated", "cuda", "cuda:1" or None', _is_device, hint=near(*DEVICES)),
+        "precision": choice(None, "fp32", "bf16", "fp16"),
+        "disk": Kind("the path of a directory", _is_path),
+        "states": choice("exact", to_come=["compact"]),
+        "step": choice("deferred", "in_backward"),
+        "max_grad_norm": Kind("a finite norm, a number of 0 or more, or None", lambda v: v is None or RATE.takes(v)),
+        "weights": Kind("the path of a safetensors file, or of a directory as save_pretrained leaves it", _is_path),
+        "activations": choice("model", to_come=["recompute", "plan"]),
+        "mesh": later(None),
+        "options": Kind("patrickstar.Options(...)", lambda value: isinstance(value, Options)),
+    }
+)

@@ -1,4 +1,4 @@
-"""Kinds of values: in words, as a test, and as what a value becomes."""
+"""Kinds of values: in words, as a test, as what a value becomes, and with a hint at what else was meant."""
 
 from __future__ import annotations
 
@@ -6,16 +6,46 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, Final
+
+from patrickstar.errors import Error, nearest
+
+# What people call our words elsewhere, where no spelling is near.
+OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "gpu": "cuda", "nvme": "disk"}
+    | {"embedding_rows": "tile_rows"}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of value: in words that follow "expected", whether a value is one, and what the value becomes."""
+    """A kind of value: in words that follow "expected", whether a value is one, what the value becomes; a hint ends the words for another."""
 
     words: str
     takes: Callable[[Any], bool]
     convert: Callable[[Any], Any] = lambda value: value
+    hint: Callable[[Any], str] = lambda _: ""
+
+    def problems(self, name: str, value: Any) -> list[str]:
+        """The problem of an argument, if it has one."""
+        return [] if self.takes(value) else [f"{name}={value!r}: expected {self.words}{self.hint(value)}"]
+
+    def read(self, value: Any, where: str, error: type[Error]) -> Any:
+        """The value, converted. `error`: raised where it is of another kind, with its place."""
+        if not self.takes(value):
+            raise error(f"{where}: expected {self.words}, found {value!r:.60}")
+        return self.convert(value)
+
+
+def near(*words: str) -> Callable[[Any], str]:
+    """A hint at the nearest of some words; a number behind a colon does not count."""
+
+    def hint(value: Any) -> str:
+        word = value.partition(":")[0] if isinstance(value, str) else ""
+        return nearest(OTHER_NAMES.get(word, word), words)
+
+    return hint
 
 
 def number(words: str, holds: Callable[[Any], bool], convert: Callable[[Any], Any] = float) -> Kind:
@@ -30,6 +60,33 @@ def number(words: str, holds: Callable[[Any], bool], convert: Callable[[Any], An
             return False
 
     return Kind(words, takes, convert)
+
+
+def integer(*, least: int, of: int = 1) -> Kind:
+    """An `int`, a multiple of a number, or None."""
+    return Kind(
+        f"{f'a multiple of {of}' if of > 1 else 'a whole number'}, {least} or more, or None",
+        lambda value: value is None or (type(value) is int and value >= least and value % of == 0),
+        hint=lambda value: f", such as {value - value % of}" if of > 1 and type(value) is int and value > least else "",
+    )
+
+
+def choice(*allowed: str | None, to_come: Sequence[str] = ()) -> Kind:
+    """One of a few words, as it is spelt here, or None where that is among them. `to_come`: words that a later version takes."""
+    later = f" ({' or '.join(map(repr, to_come))} arrives in a later version)" if to_come else ""
+    return Kind(
+        " or ".join(map(repr, allowed)) + later,
+        lambda value: isinstance(value, str | None) and value in allowed,
+        hint=near(*filter(None, (*allowed, *to_come))),
+    )
+
+
+def later(default: object) -> Kind:
+    """The default of an option that this version knows only by name."""
+    return Kind(
+        f"{default!r}: any other value arrives in a later version",
+        lambda value: type(value) is type(default) and value == default,
+    )
 
 
 def word(*choices: str) -> Kind:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from patrickstar.config.kinds import COUNT, FLAG, POSITIVE, number
-from patrickstar.config.problems import refuse, unknown_argument
+from patrickstar.config.problems import problems_of, refuse, unknown_argument
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,7 @@ class LossScale:
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name}={getattr(self, name)!r}: expected {kind.words}"
-            for name, kind in _KINDS.items()
-            if not kind.takes(getattr(self, name))
-        ]
+        problems = problems_of(self, _KINDS)
         if not problems and self.dynamic and self.initial < self.minimum:
             problems.append(f"initial={self.initial} is less than minimum={self.minimum}")
         refuse(problems, of="LossScale")

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
+from patrickstar.config.kinds import FLAG, Kind, choice, integer, later
 from patrickstar.config.loss_scale import LossScale
-from patrickstar.config.problems import choice, later, parsed, refuse, unknown_argument
+from patrickstar.config.problems import parsed, problems_of, refuse, unknown_argument
 from patrickstar.units import parse_rate
 
 CHUNK_GRAIN: Final = 1024  # elements: a slot is whole pages of 4096 bytes in fp32
@@ -63,63 +64,31 @@ class Options:
     """Seconds after which ranks that wait for another give up. Other times arrive in a later version."""
 
     def __new__(cls, *_: Any, **given: Any) -> Options:
-        unknown = {name: value for name, value in given.items() if name not in cls.__dataclass_fields__}
-        problems = [
-            f"{name}={value!r}: {_GONE[name]}" if name in _GONE else unknown_argument(name, cls.__dataclass_fields__)
-            for name, value in unknown.items()
-        ]
-        refuse(problems, of="Options")
+        unknown = [name for name in given if name not in cls.__dataclass_fields__]
+        refuse([unknown_argument(name, cls.__dataclass_fields__) for name in unknown], of="Options")
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        problems = [
-            *_multiple("chunk_size", self.chunk_size, of=CHUNK_GRAIN),
-            *choice("eviction", self.eviction, EVICTION_POLICIES),
-            *_multiple("accumulate", self.accumulate, of=1),
-            *_multiple("tile_rows", self.tile_rows, of=1),
-            *choice("compute", self.compute, (None, "fp32", "bf16", "fp16")),
-            *_names("keep_fp32", self.keep_fp32),
-            *parsed(parse_rate, self.emulated_link, name="emulated_link"),
-            *_natural("prefetch", self.prefetch),
-            *_natural("stress_seed", self.stress_seed),
-        ]
-        if not isinstance(self.loss_scale, LossScale | None):
-            problems.append(f"loss_scale={self.loss_scale!r}: expected patrickstar.LossScale(...), or None")
-        if not isinstance(self.poison, bool):
-            problems.append(f"poison={self.poison!r}: expected True or False")
-        problems += later("chunked_loss", self.chunked_loss, default=None)
-        problems += later("collective_timeout", self.collective_timeout, default=600)
+        problems = problems_of(self, _KINDS) + parsed(parse_rate, self.emulated_link, name="emulated_link")
         refuse(problems, of="Options")
 
 
-_GONE: Final = MappingProxyType(
+_KINDS: Final = MappingProxyType(
     {
-        "embedding_rows": "no option any more; use tile_rows=, the rows of tables and other weights that are resident at a time"
+        "chunk_size": integer(least=CHUNK_GRAIN, of=CHUNK_GRAIN),
+        "eviction": choice(*EVICTION_POLICIES),
+        "prefetch": integer(least=0),
+        "compute": choice(None, "fp32", "bf16", "fp16"),
+        "loss_scale": Kind("patrickstar.LossScale(...), or None", lambda value: isinstance(value, LossScale | None)),
+        "accumulate": integer(least=1),
+        "keep_fp32": Kind(
+            "a tuple of names of modules",
+            lambda value: isinstance(value, tuple | list) and all(isinstance(item, str) and item for item in value),
+        ),
+        "tile_rows": integer(least=1),
+        "chunked_loss": later(None),
+        "poison": FLAG,
+        "stress_seed": integer(least=0),
+        "collective_timeout": later(600),
     }
 )
-
-
-def _names(name: str, value: object) -> list[str]:
-    if isinstance(value, tuple | list) and all(isinstance(item, str) and item for item in value):
-        return []
-    return [f"{name}={value!r}: expected a tuple of names of modules"]
-
-
-def _natural(name: str, value: object) -> list[str]:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-        return []
-    return [f"{name}={value!r}: expected a number from 0 on, or None"]
-
-
-def _multiple(name: str, value: object, *, of: int) -> list[str]:
-    what = f"a positive multiple of {of}" if of > 1 else "a positive number"
-    if value is None:
-        return []
-    if isinstance(value, bool) or not isinstance(value, int):
-        return [f"{name}={value!r}: expected {what}, or None"]
-    if value <= 0:
-        return [f"{name}={value}: expected {what}; the smallest is {of}"]
-    if value % of:
-        near = {value - value % of, value - value % of + of} - {0}
-        return [f"{name}={value}: expected {what}, such as {' or '.join(map(str, sorted(near)))}"]
-    return []

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Final
 
+from patrickstar.config.kinds import OTHER_NAMES, Kind
 from patrickstar.errors import ConfigError, nearest
 
-# What people call our words elsewhere, where no spelling is near.
-OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
-    {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "gpu": "cuda", "nvme": "disk"}
-)
+
+def problems_of(group: object, kinds: Mapping[str, Kind]) -> list[str]:
+    """The problems of the fields of a group that are not of their kinds."""
+    return [problem for name, kind in kinds.items() for problem in kind.problems(name, getattr(group, name))]
 
 
 def unknown_argument(name: str, known: Iterable[str]) -> str:
@@ -31,25 +30,6 @@ def parsed(parse: Callable[..., object], value: object, **how: object) -> list[s
     except ConfigError as error:
         return [str(error)]
     return []
-
-
-def later(name: str, value: object, *, default: object) -> list[str]:
-    """The problem of an option that this version knows only by name: any value but the option's default."""
-    if type(value) is type(default) and value == default:
-        return []
-    return [f"{name}={value!r} arrives in a later version; leave it at {default!r}"]
-
-
-def choice(name: str, value: object, allowed: Sequence[str | None], *, to_come: Sequence[str] = ()) -> list[str]:
-    """The problem of a word that is not among the allowed ones, or not yet."""
-    if isinstance(value, str | None) and value in allowed:
-        return []
-    expected = " or ".join(repr(word) for word in allowed)
-    if isinstance(value, str) and value in to_come:
-        return [f"{name}={value!r} arrives in a later version; now it is {expected}"]
-    words = [word for word in (*allowed, *to_come) if word is not None]
-    near = nearest(OTHER_NAMES.get(value, value), words) if isinstance(value, str) else ""
-    return [f"{name}={value!r}: expected {expected}{near}"]
 
 
 def refuse(problems: Sequence[str], *, of: str) -> None:

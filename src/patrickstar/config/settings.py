@@ -11,20 +11,24 @@ from typing import Any, Final
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.problems import refuse
 
-SCHEDULES: Final[Mapping[str, str]] = MappingProxyType(
+REQUIRED: Final = object()
+_WARMUP: Final = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"}
+SCHEDULES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
-        "LRRangeTest": "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase",
-        "OneCycle": """cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size
-            cycle_first_stair_count cycle_second_stair_count decay_step_size
-            cycle_momentum cycle_min_mom cycle_max_mom decay_mom_rate""",
-        "WarmupLR": "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type",
-        "WarmupDecayLR": "total_num_steps warmup_min_lr warmup_max_lr warmup_num_steps warmup_type",
-        "WarmupCosineLR": "total_num_steps warmup_min_ratio cos_min_ratio warmup_num_steps warmup_type",
+        "LRRangeTest": {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000}
+        | {"lr_range_test_step_rate": 1.0, "lr_range_test_staircase": False},
+        "OneCycle": {"cycle_min_lr": REQUIRED, "cycle_max_lr": REQUIRED}
+        | {"cycle_first_step_size": 2000, "cycle_second_step_size": None}
+        | {"cycle_first_stair_count": 0, "cycle_second_stair_count": None}
+        | {"cycle_momentum": True, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9}
+        | {"decay_lr_rate": 0.0, "decay_mom_rate": 0.0, "decay_step_size": 0},
+        "WarmupLR": _WARMUP,
+        "WarmupDecayLR": {"total_num_steps": REQUIRED, **_WARMUP, "warmup_max_lr": 1e-3},
+        "WarmupCosineLR": {"total_num_steps": REQUIRED, "warmup_num_steps": 1000, "warmup_type": "log"}
+        | {"warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001},
     }
 )
-"""The parameters of DeepSpeed's schedules."""
-
-_REQUIRED: Final = frozenset({"cycle_min_lr", "cycle_max_lr", "total_num_steps"})
+"""The parameters of DeepSpeed's schedules, with their defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,20 +50,24 @@ class Schedule:
     given: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        known = SCHEDULES[self.name].split()
+        known = SCHEDULES[self.name]
         problems = [
-            f"{param}={self.given[param]!r}: not a parameter of {self.name}, which takes {', '.join(known)}"
-            for param in self.given
+            f"{param}={value!r}: not a parameter of {self.name}, which takes {', '.join(known)}"
+            for param, value in self.given.items()
             if param not in known
         ]
-        missing = [param for param in known if param in _REQUIRED and param not in self.given]
+        missing = [param for param, value in self.parameters.items() if value is REQUIRED]
         refuse([*problems, *(f"{param}=?: missing: {self.name} needs it" for param in missing)], of=self.name)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """All parameters: those that are given, and defaults of the others."""
+        return {**SCHEDULES[self.name], **self.given}
 
     @property
     def follows_optimizer(self) -> bool:
         """Tells whether the rates depend on the optimizer's own."""
-        no_rate = None if self.name == "WarmupLR" else 0.0
-        return self.name == "WarmupCosineLR" or self.given.get("warmup_max_lr", no_rate) is None
+        return self.name == "WarmupCosineLR" or self.parameters.get("warmup_max_lr", 0.0) is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,24 +51,13 @@ class Operand(NamedTuple):
     dtype: torch.dtype
 
 
-class Constant(NamedTuple):
-    """A small tensor that no recorded call has made: a copy of it."""
-
-    value: Tensor
-
-
-class GeneratorState(NamedTuple):
-    """Stands for a generator that a call was given."""
-
-    state: Tensor
-
-
 @dataclass(eq=False, slots=True)
 class Call:
     """One operation, as it was called.
 
     Attributes:
-        number: in the order of recording. leaves, spec: the arguments, flat; tensors as operands or constants.
+        number: in the order of recording. leaves, spec: the arguments, flat: operands, and copies of generators and of small tensors that no recorded
+            call has made.
         random_state: of torch's own generator before it, where it draws from that.
         makes: the new storages among what it returned, by place. lost: why it cannot be carried out again, or "".
         parameters: the parameters whose values it depends on.
@@ -153,10 +142,8 @@ def _carry_out(call: Call, storages: dict[int, torch.UntypedStorage], place: Ten
                 if id(cell) not in storages:
                     storages[id(cell)] = room(cell.nbytes)
                 return over(storages[id(cell)], leaf)
-            case Constant(value=value):
-                return value
-            case GeneratorState(state=state):
-                return torch.Generator().set_state(state)
+            case torch.Generator():
+                return leaf.clone_state()
             case _:
                 return leaf
 

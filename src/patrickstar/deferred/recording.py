@@ -25,8 +25,6 @@ from patrickstar.deferred.operations import OperationSignature, is_dense, is_pla
 from patrickstar.deferred.recipe import (
     Call,
     Cell,
-    Constant,
-    GeneratorState,
     can_replay_in,
     over,
     replay,
@@ -199,13 +197,13 @@ class DeferredRecorder:
             elif isinstance(leaf, Tensor):
                 is_ours = is_plain(leaf) and leaf.untyped_storage().resizable()
                 if is_ours and leaf.nbytes <= _CONSTANT_BYTES:
-                    recorded.append(Constant(leaf.detach().clone()))
+                    recorded.append(leaf.detach().clone())
                     continue
                 recorded.append(None)
                 large = f"{format_bytes(leaf.nbytes)} of values made elsewhere; up to {format_bytes(_CONSTANT_BYTES)} are kept"
                 call.lost = call.lost or f"{signature.name}() takes {large if is_ours else _ELSEWHERE}"
             elif isinstance(leaf, torch.Generator):
-                recorded.append(GeneratorState(leaf.get_state()))
+                recorded.append(leaf.clone_state())
             else:
                 recorded.append(leaf)
         if signature.draws and not any(isinstance(leaf, torch.Generator) for leaf in leaves):

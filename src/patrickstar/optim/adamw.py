@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
 
+from patrickstar.config.kinds import choice
+from patrickstar.config.problems import refuse
 from patrickstar.core.strides import dense_strides
-from patrickstar.errors import ConfigError, nearest
+from patrickstar.errors import ConfigError
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.hyper import Hyper, refuse_unsupported
 from patrickstar.optim.passes import Passes
 
-STATES = ("exact", "compact")
-
+_STATES = choice("exact", to_come=["compact"])
 _DTYPES = (torch.float32, torch.bfloat16)
 _DEVICES = ("cpu", "cuda")
 
@@ -27,14 +28,8 @@ class _DefinedUpdate(torch.optim.Optimizer):
     _passes: Mapping[torch.device, Passes] | None = None
     """By device, chosen at the first update there: an optimizer may be built where no tensor has values yet (meta, fake)."""
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates every parameter that has a gradient; one without is left untouched, its count of steps too.
 
         Raises:
@@ -102,7 +97,8 @@ class _DefinedUpdate(torch.optim.Optimizer):
             hyper=hyper,
         )
         for laid, tensor in zip(flat, written, strict=True):
-            put_back(laid, tensor, stride)
+            if laid.data_ptr() != tensor.data_ptr():  # a copy
+                tensor.detach().copy_(laid.as_strided(tensor.shape, stride))
         # Written behind autograd's back: what it saved of the parameter is out of date.
         torch.autograd.graph.increment_version(parameter)
 
@@ -183,10 +179,7 @@ class Adam(_DefinedUpdate, torch.optim.Adam):
 
 def _checked(states: str, **flags: bool) -> dict[str, Any]:
     refuse_unsupported(flags)
-    if states == "compact":
-        raise ConfigError('states="compact" arrives in a later version; there is only "exact"')
-    if states not in STATES:
-        raise ConfigError(f"states={states!r} is not known: {', '.join(STATES)}" + nearest(str(states), STATES))
+    refuse(_STATES.problems("states", states), of="optimizer")
     return flags
 
 
@@ -209,18 +202,8 @@ def _types(parameter: torch.Tensor) -> dict[str, torch.dtype]:
 def flat_or_copy(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """One-dimensional, in the memory order that `stride` describes: a view where the tensor lies so, else a copy."""
     laid = tensor.detach()
-    if not _same_order(laid, stride):
+    dims = zip(laid.shape, laid.stride(), stride, strict=True)
+    # The stride of a dim of size 1 says nothing about where elements lie.
+    if not all(size == 1 or mine == wanted for size, mine, wanted in dims):
         laid = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(laid)
     return laid.as_strided((laid.numel(),), (1,), laid.storage_offset())
-
-
-def put_back(flat: torch.Tensor, tensor: torch.Tensor, stride: tuple[int, ...]) -> None:
-    """Writes what `flat_or_copy` gave back into its tensor, where it was a copy."""
-    if not _same_order(tensor, stride):
-        tensor.detach().copy_(flat.as_strided(tensor.shape, stride))
-
-
-def _same_order(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    # The stride of a dim of size 1 says nothing about where elements lie.
-    dims = zip(tensor.shape, tensor.stride(), stride, strict=True)
-    return all(size == 1 or mine == wanted for size, mine, wanted in dims)

@@ -9,16 +9,16 @@ from collections.abc import Mapping
 
 import torch
 
-from patrickstar.errors import ConfigError, DeviceError, nearest
-from patrickstar.optim.fused import FUSED
+from patrickstar.config.kinds import choice
+from patrickstar.config.problems import refuse
+from patrickstar.errors import DeviceError
+from patrickstar.optim import fused
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
-from patrickstar.optim.passes import Passes, TorchPasses
-from patrickstar.optim.reference import REFERENCE
+from patrickstar.optim.passes import Passes
 
 ENVIRONMENT_VARIABLE = "PATRICKSTAR_ISA"
-NATIVE = ("scalar", "avx2", "avx512", "neon")
-
+_KERNELS = choice("torch", to_come=["scalar", "avx2", "avx512", "neon"])
 _BASELINE = "DEFAULT"  # of torch's code paths for processors
 _FUSES_IN_BASELINE = ("aarch64", "arm64")
 _SAMPLE_NUMEL = 4_099  # several programs of a kernel, and a tail
@@ -33,17 +33,7 @@ def choose_kernel() -> Kernel:
         ConfigError: `PATRICKSTAR_ISA` is no name that is known, or that of a kernel that is not there yet. DeviceError: torch does not fuse here.
     """
     requested = os.environ.get(ENVIRONMENT_VARIABLE) or "torch"
-    if requested in NATIVE:
-        raise ConfigError(
-            f"{ENVIRONMENT_VARIABLE}={requested}: native optimizer kernels arrive in a later version; "
-            f"unset it, or {ENVIRONMENT_VARIABLE}=torch"
-        )
-    if requested != "torch":
-        known = ("torch", *NATIVE)
-        raise ConfigError(
-            f"{ENVIRONMENT_VARIABLE}={requested} is no optimizer kernel: one of {', '.join(known)}"
-            + nearest(requested, known)
-        )
+    refuse(_KERNELS.problems(ENVIRONMENT_VARIABLE, requested), of="environment")
     capability = torch.backends.cpu.get_cpu_capability()
     if capability == _BASELINE and platform.machine() not in _FUSES_IN_BASELINE:
         raise DeviceError(
@@ -51,7 +41,7 @@ def choose_kernel() -> Kernel:
             "bits than on others, so nothing is trained. It does on processors with AVX2 or AVX-512, and on 64-bit ARM; where ATEN_CPU_CAPABILITY is "
             "set, unset it"
         )
-    return FUSED
+    return fused.update
 
 
 def choose_kernels(device: torch.device) -> Mapping[str, Passes]:
@@ -63,7 +53,7 @@ def choose_kernels(device: torch.device) -> Mapping[str, Passes]:
     Raises:
         DeviceError: torch fuses no multiply-adds on the processor, or on the device. ConfigError: as `choose_kernel`.
     """
-    host = TorchPasses(choose_kernel())
+    host = Passes(choose_kernel())
     if device.type == "cpu":
         return {"cpu": host}
     is_nvidia = device.type == "cuda" and torch.version.cuda is not None
@@ -72,7 +62,7 @@ def choose_kernels(device: torch.device) -> Mapping[str, Passes]:
 
 
 def _torchs_passes(device: torch.device, host: Passes) -> Passes:
-    passes = TorchPasses(REFERENCE)
+    passes = Passes()
     if _agrees(passes, host, device):
         return passes
     raise DeviceError(

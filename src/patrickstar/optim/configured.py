@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -14,12 +15,13 @@ from patrickstar.config.settings import OptimizerSettings
 from patrickstar.optim.schedules import Rates
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], settings: OptimizerSettings, *, fused: bool | None = None
+) -> torch.optim.Optimizer:
     """torch's AdamW where the decay is decoupled, else its Adam, with one group."""
     kind = torch.optim.AdamW if settings.decoupled else torch.optim.Adam
-    return kind(
-        list(parameters), lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
-    )
+    of_group = {name: value for name, value in asdict(settings).items() if name != "decoupled"}
+    return kind(list(parameters), **of_group, fused=fused)
 
 
 class Scheduler(LambdaLR):

@@ -8,7 +8,7 @@ import torch
 
 from patrickstar.optim import reference
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.kernel import Kernel, check_planes
+from patrickstar.optim.kernel import check_planes
 
 VECTOR_NUMEL = 16
 """Elements of the widest vector (AVX-512). torch's kernels work in whole vectors of this many, on every thread, and
@@ -59,6 +59,3 @@ def update_all(tensors: Sequence[tuple[torch.Tensor, ...]], *, step: int, hyper:
         )
     for rest in rests:
         reference.update(*rest, step=step, hyper=hyper)
-
-
-FUSED = Kernel("torch", update, update_all=update_all)

@@ -52,15 +52,11 @@ class Hyper:
         Called when an optimizer or a group comes in, not at each step: a scheduler that overshoots zero by a rounding
         error runs on in torch, and so it does here.
         """
-        if not self.lr >= 0.0:
-            raise ConfigError(f"invalid learning rate: lr={self.lr}; it must be 0 or more")
-        if not self.eps >= 0.0:
-            raise ConfigError(f"invalid epsilon value: eps={self.eps}; it must be 0 or more")
-        for index, beta in enumerate((self.beta1, self.beta2)):
-            if not 0.0 <= beta < 1.0:
-                raise ConfigError(f"invalid beta parameter at index {index}: {beta}; it must be at least 0 and below 1")
-        if not self.weight_decay >= 0.0:
-            raise ConfigError(f"invalid weight_decay value: {self.weight_decay}; it must be 0 or more")
+        betas = self.beta1, self.beta2
+        try:
+            torch.optim.Adam([torch.empty(0)], self.lr, betas, self.eps, self.weight_decay)
+        except ValueError as error:
+            raise ConfigError(f"{error}; lr, eps and weight_decay are 0 or more, betas below 1 as well") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +103,9 @@ def refuse_unsupported(flags: Mapping[str, Any]) -> None:
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, torch.Tensor):
-        if value.numel() != 1:
-            raise ConfigError(f"{name} is a tensor of {value.numel()} elements; a tensor {name} must have 1")
-        return float(value.item())
     try:
-        return float(value)  # type: ignore[arg-type]  # whatever is a number, NumPy's scalars included
-    except (TypeError, ValueError):
+        return float(value)  # type: ignore[arg-type]  # whatever is a number: tensors of one element, NumPy's scalars
+    except (RuntimeError, TypeError, ValueError):
         raise ConfigError(f"{name}={value!r} is no number") from None
 
 

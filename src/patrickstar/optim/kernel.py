@@ -20,26 +20,13 @@ All of torch's Adams do so; with b1 = 0 it makes `m` the gradient itself, which 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A way to update. Kernels differ in speed, never in a bit.
-
-    Attributes:
-        update: called as `update(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper)`; changes all but the gradient in place. The planes are
-            flat, contiguous, fp32, on one device, of equal length, at any address; `step` is the number of this update for them, counting from 1.
-        scratch_bytes: the most bytes that an update of so many elements takes of a device beside the planes.
-        update_all: updates many tensors, each as these four planes, in one call, where that can be done.
-    """
-
-    name: str
-    update: Callable[..., None]
-    scratch_bytes: Callable[[int], int] = lambda _: 0
-    update_all: Callable[..., None] | None = None
+Kernel = Callable[..., None]
+"""Called as `kernel(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper)`; changes all but the gradient in place. The planes are flat,
+contiguous, fp32, on one device, of equal length, at any address; `step` is the number of this update for them, counting from 1. Kernels differ in
+speed, never in a bit."""
 
 
 def check_planes(*planes: torch.Tensor, step: int) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from patrickstar.errors import StateError
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.state import restore_groups, unpack
+from patrickstar.optim.state import State, restore_groups, unpack
 from patrickstar.optim.user_optimizer import check_parameters, read_groups
 
 GRAD_SCALER_ARGUMENTS = frozenset({"grad_scaler", "grad_scale", "found_inf"})
@@ -24,15 +24,15 @@ class StepTarget(Protocol):
     def zero_grad(self, set_to_none: bool) -> None:
         """Forgets the gradients of the parameters in the groups, or makes them zero."""
 
-    def optimizer_state_dict(self) -> dict[str, Any]:
-        """The state in torch's format (`state.pack`)."""
+    def optimizer_states(self) -> Mapping[str, State]:
+        """The state by name, as whole tensors, of what was ever updated."""
 
     @property
     def optimizer_state(self) -> MutableMapping[Any, Any]:
         """The state by parameter, to be read and written."""
 
-    def load_optimizer_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over states that `state.unpack` has passed; the groups are the optimizer's business."""
+    def load_optimizer_states(self, states: Mapping[str, State]) -> None:
+        """Takes over states, in place of all there were."""
 
 
 class ManagedOptimizer(torch.optim.Optimizer):
@@ -71,7 +71,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
         self._attached = True
         self._guard = original.register_step_pre_hook(self._on_original_step)
         self._handles = (
-            original.register_state_dict_post_hook(lambda *_: target.optimizer_state_dict(), prepend=True),
+            original.register_state_dict_post_hook(self._add_state, prepend=True),
             original.register_load_state_dict_pre_hook(self._on_original_load),
         )
 
@@ -204,8 +204,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
                 state_dict = state_dict if replaced is None else replaced
         finally:
             self._loading = False
-        unpack(state_dict, self.param_groups, self._names)
-        self._target.load_optimizer_state(state_dict)
+        self._target.load_optimizer_states(unpack(state_dict, self.param_groups, self._names))
         # As in torch, AdamW stays AdamW whatever it loads; Adam takes over how the weight decays.
         decoupled = isinstance(self._original, torch.optim.AdamW)
         restore_groups(self.param_groups, state_dict, keep={"decoupled_weight_decay"} if decoupled else ())
@@ -238,6 +237,16 @@ class ManagedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             run()
         return (self._idle,), {}
+
+    def _add_state(self, _: object, state_dict: dict[str, Any]) -> None:
+        """Gives what torch writes, which are the groups, the state that the target has."""
+        states, groups = (
+            self._target.optimizer_states(),
+            zip(self.param_groups, state_dict["param_groups"], strict=True),
+        )
+        numbers = {n: id(p) for group, packed in groups for p, n in zip(group["params"], packed["params"], strict=True)}
+        names = {number: self._names[parameter] for number, parameter in numbers.items()}
+        state_dict["state"] = {number: states[name].to_torch() for number, name in names.items() if name in states}
 
     def _on_original_load(self, *_: object) -> None:
         if not self._loading:

@@ -15,8 +15,8 @@ finite master again when joined.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -46,33 +46,21 @@ def scaled_blocks(piece: Tensor, factors: Sequence[Tensor]) -> Iterator[Tensor]:
         yield block
 
 
-class Scratch:
-    """Blocks of these types to be written over, as many times as there are users at once."""
+class Scratch(threading.local):
+    """Blocks of these types to be written over: each thread has its own."""
 
     def __init__(self, *dtypes: torch.dtype) -> None:
         self._dtypes = dtypes
-        self._unused: list[tuple[Tensor, ...]] = []
+        self._on_host: tuple[Tensor, ...] = ()
 
-    @contextmanager
-    def taken(self, device: torch.device, numel: int = BLOCK_NUMEL) -> Iterator[tuple[Tensor, ...]]:
-        """A context with a block of each type, which nobody else uses. Those of a GPU are its allocator's again afterwards, in the stream's order.
-
-        `numel`: elements of a block of a GPU's.
-        """
-        if device.type != "cpu":
-            yield self._made(device, numel)
-            return
-        try:
-            whole = self._unused.pop()
-        except IndexError:
-            whole = self._made(device)
-        try:
-            yield whole
-        finally:
-            self._unused.append(whole)
-
-    def _made(self, device: torch.device, numel: int = BLOCK_NUMEL) -> tuple[Tensor, ...]:
-        return tuple(torch.empty(numel, dtype=dtype, device=device) for dtype in self._dtypes)
+    def blocks(self, device: torch.device, numel: int = BLOCK_NUMEL) -> tuple[Tensor, ...]:
+        """A block of each type, until the next call. Those of a GPU, of so many elements, are its allocator's again in the stream's order."""
+        if device.type == "cpu" and self._on_host:
+            return self._on_host
+        made = tuple(torch.empty(numel, dtype=dtype, device=device) for dtype in self._dtypes)
+        if device.type == "cpu":
+            self._on_host = made
+        return made
 
 
 def rest_type(weight: torch.dtype) -> torch.dtype:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import add
@@ -21,30 +20,8 @@ _WIDTH = 16  # of a row of a block
 _BLOCKS = 4  # summed at once: 12 bytes of scratch an element, 3 MiB; more are not faster
 
 
-class Norm(ABC):
-    """Squares of gradients, added up by the tree of `GlobalNorm` wherever that is fastest, so that no two gradients need be in memory at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._filled = 0
-        self._numbers: list[torch.Tensor] = []
-
-    @abstractmethod
-    def add(self, piece: torch.Tensor, factors: Sequence[torch.Tensor] = ()) -> None:
-        """Takes the next elements of the current tensor, a flat piece, multiplied with the factors in their order (0-dim fp32)."""
-
-    @abstractmethod
-    def end_tensor(self) -> None:
-        """Ends the current tensor: the next piece starts another one, with a block of its own."""
-
-    def numbers(self) -> torch.Tensor:
-        """The sums of all blocks so far, 1-D in fp64, where they were taken: `norm_of` them is the norm."""
-        assert not self._filled, "inside a tensor: end_tensor() first"
-        return torch.cat(self._numbers) if self._numbers else torch.empty(0, dtype=torch.float64, device=self._device)
-
-
-class GlobalNorm(Norm):
-    """Adds up squares tensor by tensor. `docs/bits.md` has the definition.
+class GlobalNorm:
+    """Adds up squares tensor by tensor, so that no two gradients need be in memory at once. `docs/bits.md` has the definition.
 
     Squares are taken in fp64, where those of fp32 numbers are exact. A block of 65,536 elements, zeros in place of those that a tensor's last
     one lacks, is 4,096 rows of 16: rows are added to their neighbours (0 and 1, 2 and 3), pairs to theirs, until one is left, and then its
@@ -57,15 +34,21 @@ class GlobalNorm(Norm):
     """
 
     def __init__(self, device: torch.device | str | None = "cpu", *, largest: int | None = None) -> None:
+        self._device = torch.device(device or "cpu")
+        self._filled = 0
+        self._numbers: list[torch.Tensor] = []
+        self._take_scratch(largest)
+
+    def _take_scratch(self, largest: int | None) -> None:
         most = _BLOCKS * BLOCK_NUMEL
         numel = most if largest is None else tree_numel(largest, most=most)
-        super().__init__(torch.device(device or "cpu"))
         self._squares = torch.empty(numel, dtype=torch.float64, device=self._device)
         self._scratch = torch.empty(numel // 2, dtype=torch.float64, device=self._device)
         self._has_cut = False  # a block, which ends a tensor
 
     @torch.no_grad()
     def add(self, piece: torch.Tensor, factors: Sequence[torch.Tensor] = ()) -> None:
+        """Takes the next elements of the current tensor, a flat piece, multiplied with the factors in their order (0-dim fp32)."""
         assert piece.dim() == 1, f"a piece must be flat, not {tuple(piece.shape)}"
         for block in scaled_blocks(piece, factors):
             self._add(block)
@@ -84,9 +67,15 @@ class GlobalNorm(Norm):
                 self._sum()
 
     def end_tensor(self) -> None:
+        """Ends the current tensor: the next piece starts another one, with a block of its own."""
         if self._filled:
             self._sum()
         self._has_cut = False
+
+    def numbers(self) -> torch.Tensor:
+        """The sums of all blocks so far, 1-D in fp64, where they were taken: `norm_of` them is the norm."""
+        assert not self._filled, "inside a tensor: end_tensor() first"
+        return torch.cat(self._numbers) if self._numbers else torch.empty(0, dtype=torch.float64, device=self._device)
 
     @staticmethod
     def scratch_bytes(largest: int, tensors: int) -> int:

@@ -11,22 +11,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from patrickstar.core.cuda_blocks import cuda_block_bytes
-from patrickstar.optim import masters
+from patrickstar.optim import fused, masters, reference
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.kernel import Kernel
 from patrickstar.optim.masters import Scratch
-from patrickstar.optim.norm import GlobalNorm, Norm
+from patrickstar.optim.norm import GlobalNorm
 from patrickstar.optim.scratch import PassBytes, block_numel
 
 
-class Passes(Protocol):
-    """Passes over planes that lie on one device. None waits for it. All tensors are flat and contiguous, of any length, at any address."""
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Passes over planes that lie on one device, in torch's operations on any. None waits for it. All tensors are flat and contiguous, of any
+    length, at any address.
+
+    `kernel`: updates whole fp32 planes; the other formats block by block.
+    """
+
+    kernel: Kernel = reference.update
+    _splitting: Scratch = field(init=False, default_factory=partial(Scratch, torch.float32, torch.float32, torch.int32))
+    _widening: Scratch = field(init=False, default_factory=partial(Scratch, torch.float32))
 
     def update(
         self,
@@ -48,72 +56,38 @@ class Passes(Protocol):
             step: the number of this update for these elements, counting from 1.
             factors: what the widened gradient is multiplied with first, in order, each product rounded (0-dim fp32, on this device or on the host).
         """
+        if rest is None and grad.dtype is torch.float32 and not factors:
+            self.kernel(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper)
+            return
+        numel = masters.BLOCK_NUMEL if weight.is_cpu else block_numel(weight.numel(), most=masters.BLOCK_NUMEL)
+        # Nothing as large as a chunk is made: a block is widened, updated by the kernel for fp32, and narrowed again.
+        scratch = (self._widening if rest is None else self._splitting).blocks(weight.device, numel)
+        for span in masters.blocks(weight.numel(), of=numel):
+            gradient, *joined = (block[: span.stop - span.start] for block in scratch)
+            gradient.copy_(grad[span])
+            for factor in factors:
+                gradient.mul_(factor)
+            if rest is None:
+                self.kernel(weight[span], gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper)
+                continue
+            master, bits = joined
+            masters.join(weight[span], rest[span], master, scratch=bits)
+            self.kernel(master, gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper)
+            masters.split(master, weight[span], rest[span], scratch=bits)
+
+    def update_all(self, planes: Sequence[tuple[Tensor, ...]], *, step: int, hyper: Hyper) -> None:
+        """Updates many tensors alike, each as (weight, gradient, exp_avg, exp_avg_sq) in fp32: in one call where torch's kernel takes them all."""
+        if self.kernel is fused.update:
+            fused.update_all(planes, step=step, hyper=hyper)
+            return
+        for weight, gradient, exp_avg, exp_avg_sq in planes:
+            self.update(weight, None, gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper)
 
     def put(self, target: Tensor, source: Tensor, *, adds: bool, is_finite: Tensor | None = None) -> None:
         """Writes the source over the target, or adds it to what is there: in fp32, rounded to the target's type to nearest, ties to even.
 
         `is_finite`: a flag with which the target is then looked at, as `look` does.
         """
-
-    def look(self, piece: Tensor, is_finite: Tensor) -> None:
-        """Makes a flag (0-dim, int32, where the piece is) 0 if there is an Inf or NaN in the piece; else leaves it as it is."""
-
-    def norm(self, device: torch.device | None, *, largest: int | None = None) -> Norm:
-        """An empty global norm, whose squares are taken on this device; None: on the host. `largest`: elements of the largest tensor, if known."""
-
-    def scratch_bytes(self, numel: int, *, is_split: bool, largest: int, tensors: int) -> PassBytes:
-        """The most bytes that an update of so many elements takes of a device, and a norm of so many tensors, the largest of so many elements."""
-
-
-def update_all(passes: Passes, planes: Sequence[tuple[Tensor, ...]], *, step: int, hyper: Hyper) -> None:
-    """Updates many tensors alike, each as (weight, gradient, exp_avg, exp_avg_sq) in fp32: in one call where the kernel takes them all."""
-    if isinstance(passes, TorchPasses) and passes.kernel.update_all is not None:
-        passes.kernel.update_all(planes, step=step, hyper=hyper)
-        return
-    for weight, gradient, exp_avg, exp_avg_sq in planes:
-        passes.update(weight, None, gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper)
-
-
-@dataclass(frozen=True, slots=True)
-class TorchPasses:
-    """Passes in torch's operations, on any device. `kernel`: updates whole fp32 planes; the other formats block by block."""
-
-    kernel: Kernel
-    _splitting: Scratch = field(init=False, default_factory=partial(Scratch, torch.float32, torch.float32, torch.int32))
-    _widening: Scratch = field(init=False, default_factory=partial(Scratch, torch.float32))
-
-    def update(
-        self,
-        weight: Tensor,
-        rest: Tensor | None,
-        grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        *,
-        step: int,
-        hyper: Hyper,
-        factors: Sequence[Tensor] = (),
-    ) -> None:
-        if rest is None and grad.dtype is torch.float32 and not factors:
-            self.kernel.update(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper)
-            return
-        numel = masters.BLOCK_NUMEL if weight.is_cpu else block_numel(weight.numel(), most=masters.BLOCK_NUMEL)
-        # Nothing as large as a chunk is made: a block is widened, updated by the kernel for fp32, and narrowed again.
-        with (self._widening if rest is None else self._splitting).taken(weight.device, numel) as whole:
-            for span in masters.blocks(weight.numel(), of=numel):
-                gradient, *joined = (scratch[: span.stop - span.start] for scratch in whole)
-                gradient.copy_(grad[span])
-                for factor in factors:
-                    gradient.mul_(factor)
-                if rest is None:
-                    self.kernel.update(weight[span], gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper)
-                    continue
-                master, bits = joined
-                masters.join(weight[span], rest[span], master, scratch=bits)
-                self.kernel.update(master, gradient, exp_avg[span], exp_avg_sq[span], step=step, hyper=hyper)
-                masters.split(master, weight[span], rest[span], scratch=bits)
-
-    def put(self, target: Tensor, source: Tensor, *, adds: bool, is_finite: Tensor | None = None) -> None:
         if adds:
             target.add_(source)
         else:
@@ -122,17 +96,20 @@ class TorchPasses:
             self.look(target, is_finite)  # now, where it is in the caches
 
     def look(self, piece: Tensor, is_finite: Tensor) -> None:
+        """Makes a flag (0-dim, int32, where the piece is) 0 if there is an Inf or NaN in the piece; else leaves it as it is."""
         if piece.numel():
             least, most = torch.aminmax(piece)  # both show in the extremes
             is_finite.mul_(torch.isfinite(least) & torch.isfinite(most))
 
-    def norm(self, device: torch.device | None, *, largest: int | None = None) -> Norm:
+    def norm(self, device: torch.device | None, *, largest: int | None = None) -> GlobalNorm:
+        """An empty global norm, whose squares are taken on this device; None: on the host. `largest`: elements of the largest tensor, if known."""
         return GlobalNorm(device, largest=largest)
 
     def scratch_bytes(self, numel: int, *, is_split: bool, largest: int, tensors: int) -> PassBytes:
+        """The most bytes that an update of so many elements takes of a device, and a norm of so many tensors, the largest of so many elements."""
         block = block_numel(numel, most=masters.BLOCK_NUMEL)
         widened = cuda_block_bytes(4 * block)
-        whole, of_block = map(self.kernel.scratch_bytes, (numel, block))
+        whole, of_block = map(reference.scratch_bytes, (numel, block))
         # Masters are joined and split in blocks of three types, and splitting looks for NaN.
         update = 3 * widened + max(of_block, 4 * widened) if is_split else max(whole, widened + of_block)
         return PassBytes(update, GlobalNorm.scratch_bytes(largest, tensors))

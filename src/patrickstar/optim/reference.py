@@ -6,7 +6,7 @@ import torch
 
 from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.optim.hyper import Coefficients, Hyper
-from patrickstar.optim.kernel import Kernel, check_planes
+from patrickstar.optim.kernel import check_planes
 from patrickstar.optim.scratch import block_numel
 
 BLOCK_NUMEL = 8_192
@@ -39,9 +39,7 @@ def update(*planes: torch.Tensor, step: int, hyper: Hyper) -> None:
         weight.add_((exp_avg * scalars.move).div_(denominator))
 
 
-def _scratch_bytes(numel: int) -> int:
+def scratch_bytes(numel: int) -> int:
+    """The most bytes that an update of so many elements takes of a device beside the planes."""
     block = min(numel, block_numel(numel, most=BLOCK_NUMEL))
     return cuda_block_bytes(4 * block) + 2 * cuda_block_bytes(8 * block)
-
-
-REFERENCE = Kernel("reference", update, _scratch_bytes)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from patrickstar.config.settings import SCHEDULES, Schedule
+from patrickstar.config.settings import Schedule
 from patrickstar.errors import ConfigError
 
 Parameters = Mapping[str, Any]
@@ -36,7 +36,7 @@ class Rates:
 
 def rates_of(schedule: Schedule) -> Rates:
     """The rates of a schedule, and the betas of the one that has some: ConfigError where the first, which grows after the cycle, has come to 1."""
-    formula, parameters = _FORMULAS[schedule.name], {**defaults_of(schedule.name), **schedule.given}
+    formula, parameters = _FORMULAS[schedule.name], schedule.parameters
 
     def lr(done: int, base: float) -> float:
         return formula(done, base, parameters)
@@ -138,32 +138,3 @@ _FORMULAS: Final[Mapping[str, Callable[[int, float, Parameters], float]]] = Mapp
         "WarmupCosineLR": _cosine,
     }
 )
-_DEFAULTS: Final[Parameters] = MappingProxyType(
-    {
-        "lr_range_test_min_lr": 1e-3,
-        "lr_range_test_step_size": 2000,
-        "lr_range_test_step_rate": 1.0,
-        "lr_range_test_staircase": False,
-        "decay_lr_rate": 0.0,
-        "cycle_first_step_size": 2000,
-        "cycle_second_step_size": None,
-        "cycle_first_stair_count": 0,
-        "cycle_second_stair_count": None,
-        "decay_step_size": 0,
-        "cycle_momentum": True,
-        "cycle_min_mom": 0.8,
-        "cycle_max_mom": 0.9,
-        "decay_mom_rate": 0.0,
-        "warmup_min_lr": 0.0,
-        "warmup_num_steps": 1000,
-        "warmup_type": "log",
-        "warmup_min_ratio": 0.0,
-        "cos_min_ratio": 0.0001,
-    }
-)
-
-
-def defaults_of(name: str) -> dict[str, Any]:
-    """Defaults of the parameters of a schedule, but for those that must be given."""
-    defaults = {**_DEFAULTS, "warmup_max_lr": 1e-3 if name == "WarmupDecayLR" else None}
-    return {parameter: defaults[parameter] for parameter in SCHEDULES[name].split() if parameter in defaults}

@@ -59,25 +59,6 @@ class State:
         return cls(step=int(step), exp_avg=entry["exp_avg"], exp_avg_sq=entry["exp_avg_sq"])
 
 
-def pack(groups: Sequence[Group], names: Mapping[int, str], states: Mapping[str, State]) -> dict[str, Any]:
-    """The `state_dict` that torch's AdamW would give.
-
-    Args:
-        groups: the optimizer's `param_groups`; names: `id(parameter)` -> name; states: name -> what is remembered,
-            without the names that were never updated. Each is asked for once, in group order.
-    """
-    # A number is a place among all groups' parameters: the first, of one that is there several times.
-    number_of: dict[int, int] = {}
-    for number, parameter in enumerate(parameter for group in groups for parameter in group["params"]):
-        number_of.setdefault(id(parameter), number)
-    state = {number: states[names[key]].to_torch() for key, number in number_of.items() if names[key] in states}
-    packed = []
-    for group in groups:
-        fields = {key: value for key, value in group.items() if key != "params"}
-        packed.append({**fields, "params": [number_of[id(parameter)] for parameter in group["params"]]})
-    return {"state": state, "param_groups": packed}
-
-
 def unpack(state_dict: Mapping[str, Any], groups: Sequence[Group], names: Mapping[int, str]) -> dict[str, State]:
     """The states in a `state_dict` of torch's Adam or AdamW, by name. Nothing is changed and nothing copied.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from patrickstar.optim import triton_kernels as kernels
 from patrickstar.optim.masters import blocks
-from patrickstar.optim.norm import BLOCK_NUMEL, Norm
+from patrickstar.optim.norm import BLOCK_NUMEL, GlobalNorm
 from patrickstar.optim.triton_launch import WIDENED, current, factor_arguments, launch
 
 _SUBTREE_NUMEL = 16 << kernels.SUBTREE_LEVELS
@@ -18,20 +18,19 @@ _SPAN_NUMEL = 1 << 24  # summed by one launch: 1 MiB of scratch
 _NUMBERS = 32  # of blocks, by one program: one of each thread
 
 
-class TritonNorm(Norm):
+class TritonNorm(GlobalNorm):
     """Adds up squares as `GlobalNorm` does, with its bits: 4 (or 2) bytes an element are read once, and 1/16 byte is written.
 
     Blocks that lie in a piece are summed where they lie; what is left of one at a piece's ends is collected in fp32 until it is whole.
     """
 
-    def __init__(self, device: torch.device, *, largest: int | None = None) -> None:
-        super().__init__(device)
+    def _take_scratch(self, largest: int | None) -> None:
         # Of smaller tensors one launch sums no more than there is.
         most = _SPAN_NUMEL if largest is None else max(1, -(-largest // BLOCK_NUMEL)) * BLOCK_NUMEL
         self._span = min(_SPAN_NUMEL, most)
-        self._collected = torch.empty(BLOCK_NUMEL, device=device)
-        self._subtrees = torch.empty(self._span // _SUBTREE_NUMEL * 16, dtype=torch.float64, device=device)
-        self._rows = torch.empty(self._span // BLOCK_NUMEL * 16, dtype=torch.float64, device=device)
+        self._collected = torch.empty(BLOCK_NUMEL, device=self._device)
+        self._subtrees = torch.empty(self._span // _SUBTREE_NUMEL * 16, dtype=torch.float64, device=self._device)
+        self._rows = torch.empty(self._span // BLOCK_NUMEL * 16, dtype=torch.float64, device=self._device)
 
     @torch.no_grad()
     def add(self, piece: Tensor, factors: Sequence[Tensor] = ()) -> None:
@@ -42,7 +41,7 @@ class TritonNorm(Norm):
             left = piece.numel() - start
             if is_here and not self._filled and left >= BLOCK_NUMEL:
                 taken = left - left % BLOCK_NUMEL
-                self._sum(piece[start : start + taken], factors)
+                self._sum_of(piece[start : start + taken], factors)
             else:
                 taken = min(left, BLOCK_NUMEL - self._filled)
                 self._collect(piece[start : start + taken], factors, is_here=is_here)
@@ -51,7 +50,7 @@ class TritonNorm(Norm):
     def end_tensor(self) -> None:
         filled, self._filled = self._filled, 0
         if filled:
-            self._sum(self._collected[:filled], ())
+            self._sum_of(self._collected[:filled], ())
 
     def _collect(self, part: Tensor, factors: Sequence[Tensor], *, is_here: bool) -> None:
         """Keeps a part of a block, which ends where the block does or before, and sums the block when it is whole."""
@@ -67,7 +66,7 @@ class TritonNorm(Norm):
         if self._filled == BLOCK_NUMEL:
             self.end_tensor()
 
-    def _sum(self, part: Tensor, factors: Sequence[Tensor]) -> None:
+    def _sum_of(self, part: Tensor, factors: Sequence[Tensor]) -> None:
         """Adds blocks to the total, of which the last one may be cut."""
         scales, in_memory = factor_arguments(factors, self._device)
         with current(self._device):

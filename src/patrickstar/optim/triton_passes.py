@@ -10,13 +10,14 @@ from torch import Tensor
 from patrickstar.optim import triton_kernels as kernels
 from patrickstar.optim.hyper import Coefficients, Hyper
 from patrickstar.optim.masters import rest_type
-from patrickstar.optim.norm import Norm
+from patrickstar.optim.norm import GlobalNorm
+from patrickstar.optim.passes import Passes
 from patrickstar.optim.scratch import PassBytes, triton_bytes
 from patrickstar.optim.triton_launch import WIDENED, factor_arguments, launch
 from patrickstar.optim.triton_norm import TritonNorm
 
 
-class TritonPasses:
+class TritonPasses(Passes):
     """Passes by the kernels of `triton_kernels.py`. Each queues its work on the current stream and waits for nothing."""
 
     @torch.no_grad()
@@ -64,13 +65,8 @@ class TritonPasses:
         # What comes over a link, or has a type that no plane has, is torch's to copy.
         if source.device == target.device and source.dtype in WIDENED:
             launch(kernels.put_kernel, (target, source), is_finite, (), in_memory=(), adds=adds)
-            return
-        if adds:
-            target.add_(source)
         else:
-            target.copy_(source)
-        if is_finite is not None:
-            self.look(target, is_finite)
+            super().put(target, source, adds=adds, is_finite=is_finite)
 
     @torch.no_grad()
     def look(self, piece: Tensor, is_finite: Tensor) -> None:
@@ -78,7 +74,7 @@ class TritonPasses:
         _check_flag(is_finite, piece)
         launch(kernels.look_kernel, (piece,), is_finite)
 
-    def norm(self, device: torch.device | None, *, largest: int | None = None) -> Norm:
+    def norm(self, device: torch.device | None, *, largest: int | None = None) -> GlobalNorm:
         assert device is not None, "a norm of the host's is another family's"
         return TritonNorm(device, largest=largest)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -13,7 +12,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, STEP
 from patrickstar.errors import BudgetError
 from patrickstar.memory.leases import AssembledKey
-from patrickstar.optim.state import State, pack, unpack
+from patrickstar.optim.state import State
 from patrickstar.optim.user_optimizer import read_groups
 from patrickstar.session.parts import Parts
 from patrickstar.session.state_mapping import StateMapping
@@ -55,8 +54,8 @@ class OptimizerTarget:
         """The state by parameter, bound by use; one and the same mapping."""
         return StateMapping(self.parts, self.original, expect_open=self.expect_open)
 
-    def optimizer_state_dict(self) -> dict[str, Any]:
-        """The state in torch's format, whole. BudgetError where it does not fit at once."""
+    def optimizer_states(self) -> dict[str, State]:
+        """The state by name, whole. BudgetError where it does not fit at once."""
         self.parts.begin_access()
         parts, room_bytes = self.parts, self._room_bytes()
         needed = sum(2 * 4 * parts.named[name].numel() for name in parts.steps)
@@ -71,16 +70,14 @@ class OptimizerTarget:
         stretch = parts.executor.pilot.stretch
         stretch.reserve(needed)  # chunks make room for the whole tensors
         try:
-            states = states_of(parts)
+            return states_of(parts)
         finally:
             stretch.reserve(-needed)
-        return pack(self.original.param_groups, parts.binding.names, states)
 
-    def load_optimizer_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over moments and counts of updates in torch's format, in place of all there were."""
+    def load_optimizer_states(self, states: Mapping[str, State]) -> None:
+        """Takes over moments and counts of updates, in place of all there were."""
         self.parts.begin_access()
         binding, weights, steps = self.parts.binding, self.parts.weights, self.parts.steps
-        states = unpack(state_dict, self.original.param_groups, binding.names)
         for name in set(steps) - set(states):
             weights.clear_averages(name)
         steps.clear()

@@ -31,8 +31,7 @@ class Copies:
         # For a value that has 16 bits and computes in fp32.
         self._scratch = None if self.precision.rounding is None else Scratch(self.precision.rounding)
         if self._scratch is not None:
-            with self._scratch.taken(torch.device("cpu")):
-                pass  # on the host it is made now, when nobody counts what a step makes
+            self._scratch.blocks(torch.device("cpu"))  # made now, when nobody counts what a step makes
 
     def make(self, name: str) -> Tensor:
         """A copy of a parameter or tile whose units are resident: 1-D, in slot order."""
@@ -96,10 +95,10 @@ class Copies:
         if self._scratch is None or copy.dtype is self.precision.rounding:
             copy.copy_(kept)
             return
-        with self._scratch.taken(copy.device) as (whole,):
-            for block in blocks(copy.numel()):
-                rounded = whole[: block.stop - block.start].copy_(kept[block])
-                copy[block].copy_(rounded)
+        (whole,) = self._scratch.blocks(copy.device)
+        for block in blocks(copy.numel()):
+            rounded = whole[: block.stop - block.start].copy_(kept[block])
+            copy[block].copy_(rounded)
 
 
 def _span(part: Part) -> slice:

@@ -15,7 +15,7 @@ from torch import Tensor
 from patrickstar.core.trace import Phase, Trace
 from patrickstar.memory.device_failure import noticed_at
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.norm import Norm, clip_factor, norm_of
+from patrickstar.optim.norm import GlobalNorm, clip_factor, norm_of
 from patrickstar.plan.touches import gradient_parts
 from patrickstar.step.gradients import in_plane
 from patrickstar.step.overflow import OverflowFlag, names_of, read
@@ -117,7 +117,7 @@ class DeferredTraining(Training):
         `trace`: the moments that read it, which say on which tier. `own`: gradients that are tensors of their own, by name.
         """
         by_unit = {touch.ref: (touch,) for moment in trace.moments for touch in moment.touches}
-        norm: Norm | None = None
+        norm: GlobalNorm | None = None
         with self.executor.apart():
             for name in self.layout.slices:
                 if name in own:
@@ -134,7 +134,7 @@ class DeferredTraining(Training):
                         norm.end_tensor()
             return norm_of(read(flags, (norm or self._begin_norm()).numbers()))
 
-    def _begin_norm(self) -> Norm:
+    def _begin_norm(self) -> GlobalNorm:
         device = self.binding.device
         if device is None:
             return self.updates.passes["cpu"].norm(None)

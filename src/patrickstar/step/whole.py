@@ -15,7 +15,7 @@ from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.errors import BudgetError, StateError
 from patrickstar.memory.interruptions import InterruptionsPutOff
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.passes import Passes, update_all
+from patrickstar.optim.passes import Passes
 from patrickstar.parameters.binding import Binding
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.executor import Executor
@@ -180,7 +180,7 @@ class Whole:
                     planes.append((place.weight, flat[place.span], place.exp_avg, place.exp_avg_sq))
             with InterruptionsPutOff():  # between two tensors weights would be of no one step
                 for (hyper, step), planes in alike.items():
-                    update_all(self.passes[device], planes, step=step, hyper=hyper)
+                    self.passes[device].update_all(planes, step=step, hyper=hyper)
                 for name in names:
                     steps[name] = steps.get(name, 0) + 1
         self.binding.changes.stepped(names)

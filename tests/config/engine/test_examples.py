@@ -9,7 +9,7 @@ from torch import nn
 
 from patrickstar import ConfigError, LossScale
 from patrickstar.config.engine.read import read_config
-from patrickstar.optim.schedules import defaults_of
+from patrickstar.config.settings import Schedule
 from patrickstar.runtime import initialize_engine
 
 EXAMPLES = Path(__file__).parents[1] / "deepspeed"
@@ -17,7 +17,7 @@ EXAMPLES = Path(__file__).parents[1] / "deepspeed"
 
 def scheduled(name, **given):
     """The name of a schedule and all of its parameters."""
-    return name, {**defaults_of(name), **given}
+    return name, Schedule(name, given).parameters
 
 
 LOADS = {

@@ -203,7 +203,7 @@ def test_memory_options_have_the_names_of_manage():
             "patrickstar.options.embedding_rows",
             "write use_cpu_embedding, or options.tile_rows",
         ),
-        (own(options={"chunk_size": 7}), "patrickstar.options.chunk_size", "7: expected a positive multiple"),
+        (own(options={"chunk_size": 7}), "patrickstar.options.chunk_size", "7: expected a multiple of 1024"),
         (own(options={"chunk": 1, "make": 2}), "patrickstar.options", "there is no argument 'chunk'"),
         (own(options={3: 1}), "patrickstar.options", "there is no argument '3'"),
         (own(host_memory="2 gigs"), "patrickstar.host_memory", "'2 gigs'"),

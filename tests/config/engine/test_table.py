@@ -83,7 +83,7 @@ def test_the_arguments_of_manage_and_the_parameters_of_schedules_are_all_there()
     within = {path.split(".")[1] for path in TABLE if path.startswith("patrickstar.")}
     assert within == {field.name for field in dataclasses.fields(MemoryOptions)}
     parameters = {path.rpartition(".")[2] for path in HONOURED if path.startswith("scheduler.params.")}
-    assert parameters == set(" ".join(SCHEDULES.values()).split())
+    assert parameters == {param for parameters in SCHEDULES.values() for param in parameters}
 
 
 @pytest.mark.parametrize("path", TYPED)

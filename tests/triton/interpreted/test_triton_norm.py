@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from patrickstar.optim import triton_norm
-from patrickstar.optim.norm import BLOCK_NUMEL, Norm
+from patrickstar.optim.norm import BLOCK_NUMEL, GlobalNorm
 from patrickstar.optim.triton_norm import TritonNorm
 from tests.optim.test_norm import (  # noqa: F401
     added,
@@ -29,7 +29,7 @@ from tests.optim.test_norm import (  # noqa: F401
 
 
 @pytest.fixture(scope="module")
-def make_norm() -> Callable[[], Norm]:
+def make_norm() -> Callable[[], GlobalNorm]:
     return lambda: TritonNorm(torch.device("cpu"))
 
 

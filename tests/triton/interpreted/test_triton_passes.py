@@ -12,7 +12,7 @@ from patrickstar.optim import masters
 from patrickstar.optim import triton_kernels as kernels
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.masters import rest_type
-from patrickstar.optim.passes import Passes, TorchPasses
+from patrickstar.optim.passes import Passes
 from patrickstar.optim.triton_launch import launch
 from patrickstar.optim.triton_passes import TritonPasses
 from tests.optim.definition import Definition
@@ -21,7 +21,7 @@ from tests.optim.planes import Plane, numbers, of_bits, planes_of
 from tests.triton import parts
 
 OURS = TritonPasses()
-TORCHS = TorchPasses(Definition())
+TORCHS = Passes(Definition().update)
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 KEPT = (torch.bfloat16, torch.float16)
 BLOCK = kernels.BLOCK_NUMEL

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 from patrickstar.config.arguments import check_arguments
@@ -20,16 +19,11 @@ from patrickstar.errors import ConfigError
 _BATCH: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def read_config(
-    config: Mapping[str, Any] | str | os.PathLike[str] | None,
-    *,
-    of: str = "config",
-    instead: Mapping[str, Any] = MappingProxyType({}),
-) -> EngineSettings:
+def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None, *, of: str = "config") -> EngineSettings:
     """The settings that a config, or the JSON file at a path, comes to. None: those of an empty config.
 
     Args:
-        of: the config, in messages. instead: values in the place of the config's, by path; None: without that key or section.
+        of: the config, in messages.
     Raises:
         ConfigError: with every problem: keys that there are not, values, what is refused, and what does not go together.
     """
@@ -39,8 +33,6 @@ def read_config(
         raise ConfigError(f"config is a {type(config).__name__}: expected a dict, or the path of a JSON file")
     found = Scan()
     found.look_up(config or {})
-    for path, value in instead.items():
-        found.replace(path, value)
     notes: list[str] = []
     optimizer, schedule, (accumulate, micro_batch_size) = _optimizer(found, notes), _schedule(found), _batch(found)
     memory = _memory(found, accumulate)

@@ -41,15 +41,6 @@ class Scan:
             else:
                 self.ignored.append(path)
 
-    def replace(self, path: str, value: Any) -> None:
-        """Takes a value in the place of what the config has there, and below; None: nothing."""
-        below = {at for at in (*self.values, *self.problems, *self.ignored) if f"{at}.".startswith(f"{path}.")}
-        self.values = {at: v for at, v in self.values.items() if at not in below}
-        self.problems = {at: why for at, why in self.problems.items() if at not in below}
-        self.ignored = [at for at in self.ignored if at not in below]
-        if value is not None:
-            self._take(path, TABLE[path], value)
-
     def _take(self, path: str, key: Key, value: Any) -> None:
         if key.kind is None:
             is_harmless = value is None or (isinstance(value, bool | int | float | str) and value in key.harmless)
