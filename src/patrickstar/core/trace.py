@@ -79,9 +79,12 @@ class Moment:
     updates: int | None = None
 
     def __post_init__(self) -> None:
-        touches = {(touch.ref, touch.tier): touch for touch in sorted(self.touches, key=_in_order)}
-        object.__setattr__(self, "touches", tuple(touches.values()))
-        object.__setattr__(self, "held", tuple(sorted(set(self.held))))
+        refs = [touch.ref for touch in self.touches]
+        if refs != sorted(set(refs)):
+            touches = {(touch.ref, touch.tier): touch for touch in sorted(self.touches, key=_in_order)}
+            object.__setattr__(self, "touches", tuple(touches.values()))
+        if self.held:
+            object.__setattr__(self, "held", tuple(sorted(set(self.held))))
 
     @property
     def name(self) -> str:

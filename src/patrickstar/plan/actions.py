@@ -14,7 +14,6 @@ A count of slots is printed where it is not one. A new kind of work is a member 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple, TypeGuard
 
@@ -60,8 +59,7 @@ class Work(NamedTuple):
         return f"{self.of} {self.tier.value}"
 
 
-@dataclass(frozen=True, slots=True)
-class Issue:
+class Issue(NamedTuple):
     """Begin a work. What is copied or created takes slots now. `src`: the tier that a copy comes from."""
 
     work: Work
@@ -94,8 +92,7 @@ class Issue:
         return f"{self.of} {self.src.value if self.src else 0}>{self.work.tier.value}{_times(self.slots)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """Wait for a work: one for each."""
 
     work: Work
@@ -114,8 +111,7 @@ class Wait:
         return f"{self.work}?"
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(NamedTuple):
     """Give a copy's slots back without a transfer: another tier holds the same bytes, or nobody wants them."""
 
     of: PlaneRef
@@ -161,12 +157,9 @@ def is_copy(action: Action) -> TypeGuard[Issue]:
 
 def slots_taken(action: Action, tier: Tier) -> int:
     """Slots of a tier that an action takes for a copy of a unit there; negative: that it gives back."""
-    match action:
-        case Issue(Work(WorkKind.COPY | WorkKind.CREATE, _, arrives), _, slots) if arrives is tier:
-            return slots
-        case Drop(_, leaves, slots) if leaves is tier:
-            return -slots
-    return 0
+    if isinstance(action, Issue):
+        return action.slots if action.work.tier is tier and action.work.kind is not WorkKind.UPDATE else 0
+    return -action.slots if isinstance(action, Drop) and action.tier is tier else 0
 
 
 def _times(slots: int) -> str:
