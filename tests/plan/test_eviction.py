@@ -11,7 +11,8 @@ from patrickstar.core.trace import Trace
 from patrickstar.plan.actions import Drop
 from patrickstar.plan.eviction import NEVER, POLICIES, Ranking, Uses, eviction_order
 from patrickstar.plan.residency import apply, mark_written
-from tests.plan.builders import Instance, few, instances, state_of, trace_of, unit, units
+from tests.plan.builders import Instance, few, instances, state_of, trace_of
+from tests.plan.texts import unit, units
 
 TRACE = trace_of("c0.weight", "c1.weight", "c2.weight", "c1.weight", "c0.weight")
 
