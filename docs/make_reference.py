@@ -88,8 +88,8 @@ ENGINE_OPTIMIZER = [
 ]
 READABLE = {
     Layout: ["n_chunks", "model_numel", "padding", "digest"],
-    Trace: ["peak", "name", "digest", "parse"],
-    Plan: ["actions", "digest", "parse"],
+    Trace: ["peak", "name", "digest"],
+    Plan: ["actions", "digest"],
 }
 
 
@@ -132,7 +132,7 @@ def lines() -> Iterator[str]:
     for name in errors.__all__:
         yield f"### patrickstar.{name}\n"
         yield from _text(getattr(errors, name).__doc__)
-    yield "## Readable parts\n\nWhat `session.layout`, `session.trace` and `session.plan` are. Each prints as text; traces and plans parse back.\n"
+    yield "## Readable parts\n\nWhat `session.layout`, `session.trace` and `session.plan` are. Each prints as text.\n"
     for kind, names in READABLE.items():
         yield f"### {kind.__name__}\n"
         yield from _text(kind.__doc__)

@@ -24,8 +24,7 @@ def test_links_join_neighbours_both_ways():
 
 
 @pytest.mark.parametrize("machine", [CPU_WITH_DISK, DEVICE])
-def test_a_machine_prints_parses_back_pickles_and_copies(machine):
-    assert Machine.parse(str(machine)) == machine
+def test_a_machine_pickles_and_copies(machine):
     assert pickle.loads(pickle.dumps(machine)) == machine
     assert copy.deepcopy(machine) == machine
 

@@ -1,6 +1,5 @@
 import string
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,32 +48,9 @@ def test_a_trace_tells_what_it_touches_of_a_plane_each_unit_once():
 
 
 @settings(deadline=None)
-@given(traces)
-def test_a_trace_parses_back(trace):
-    text = str(trace)
-    assert Trace.parse(text) == trace
-    assert len(text.splitlines()) == 1 + len(trace)
-
-
-@settings(deadline=None)
 @given(traces, traces)
 def test_digests_agree_with_equality(one, other):
     assert (one.digest() == other.digest()) == (one == other)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "why"),
-    [
-        (lambda text: text.rsplit("\n", 1)[0], "not a whole trace"),
-        (lambda text: text.replace("trace of", "plan of"), "not a whole trace"),
-        (lambda text: text.replace("forward", "foreward"), "foreward"),
-        (lambda text: text.replace("c2.weight", "2.weight"), "is not a plane of a chunk"),
-        (lambda _: "", "not a whole trace"),
-    ],
-)
-def test_text_that_is_no_whole_trace_is_refused(spoil, why):
-    with pytest.raises(ValueError, match=why):
-        Trace.parse(spoil(str(example())))
 
 
 def test_a_moment_keeps_its_units_sorted_each_once_and_a_write_over_a_read():

@@ -1,6 +1,6 @@
 """Public text has the field's words: pages, the reference with the help of the command line, and the messages of the library.
 
-Code stays out: what stands in backticks or in a block of Python has the names that the code has. So do printed traces and plans, which parse back.
+Code stays out: what stands in backticks or in a block of Python has the names that the code has. So do printed traces and plans.
 """
 
 from __future__ import annotations

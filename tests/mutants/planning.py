@@ -68,10 +68,10 @@ PLANNING: tuple[Mutant, ...] = (
         "tests/plan/test_check.py::test_a_plan_that_is_spoiled_breaks_a_rule[4 a dirty copy is dropped without write-back]",
     ),
     Fault("a-unit-is-planned-to-be-used-before-its-wait", "plan.staging:Staging.fetch").by(
-        drop("into_ends.append"), f"{ROOM_TESTS}::test_a_missing_unit_is_copied_and_waited_for"
+        drop("append", nth=4), f"{ROOM_TESTS}::test_a_missing_unit_is_copied_and_waited_for"
     ),
     Fault("a-slot-is-given-back-before-its-write-back-has-read-it", "plan.staging:Staging._take_down").by(
-        replace("self._round.out_ends", "self._round.onward"),
+        replace("_OUT_ENDS", "_ONWARD"),
         f"{ROOM_TESTS}::test_a_dirty_victim_is_copied_home_and_waited_for_before_its_slot_is_reused",
     ),
     Fault("a-unit-at-home-here-is-evicted", "plan.make_room:_choose.may_go").by(
@@ -84,10 +84,10 @@ PLANNING: tuple[Mutant, ...] = (
     Fault("a-write-of-the-trace-does-not-make-dirty", "plan.residency:mark_moment").by(
         never("writes"), f"{MAKE}::test_plans_chain_over_steps_with_gradients_released_between"
     ),
-    Fault("the-planned-budget-is-off-by-one-slot", "plan.make:_before").by(
-        assign("slots", "_ + 1"), f"{MAKE}::test_a_plan_keeps_every_invariant_or_is_refused_for_a_reason"
+    Fault("the-planned-budget-is-off-by-one-slot", "plan.make:make_plan").by(
+        assign("capacity", "_ + 1", nth=2), f"{MAKE}::test_a_plan_keeps_every_invariant_or_is_refused_for_a_reason"
     ),
-    Fault("activations-are-no-part-of-the-budget", "plan.make:_before").by(
+    Fault("activations-are-no-part-of-the-budget", "plan.make:make_plan").by(
         without("moment.nonmodel_bytes"), f"{MAKE}::test_space_that_activations_take_is_given_up_before_it_is_missed"
     ),
     Fault("the-minimum-is-of-the-first-moment-not-the-worst", "plan.fit:worst_moment").by(
@@ -123,7 +123,7 @@ PLANNING: tuple[Mutant, ...] = (
         f"{OVERLAP}::test_a_write_back_begins_after_the_last_write_and_ends_halfway_to_the_use_of_its_slots",
     ),
     Fault("a-drop-comes-before-the-wait-of-its-write-back", "plan.overlap:_Overlap._drop_early").by(
-        assign("ends", "[Drop(ref, self._compute, slots), Wait.copy(ref, self._below)]"),
+        replace("self._moved[at].drops += ends", "self._moved[at].drops += ends[::-1]"),
         f"{OVERLAP}::test_a_write_back_begins_after_the_last_write_and_ends_halfway_to_the_use_of_its_slots",
     ),
     Fault("what-comes-early-takes-slots-that-others-use", "plan.free_slots:FreeSlots.enough_from").by(

@@ -20,7 +20,9 @@ UPDATES: tuple[Mutant, ...] = (
         f"{PENDING}::test_updates_are_part_of_the_next_forward_in_the_order_in_which_it_needs_them",
     ),
     Fault("what-the-forward-does-not-need-is-not-updated", "plan.weave:weave").by(
-        replace("updates.moments", "(one for one in _ if any((touch.ref in first_use for touch in one.touches)))"),
+        replace(
+            "updates.moments", "(one for one in _ if any((touch.ref in first_use for touch in one.touches)))", nth=2
+        ),
         f"{WEAVE}::test_what_the_forward_does_not_need_comes_before_its_last_moment",
     ),
     Fault("an-update-comes-after-the-first-use", "plan.weave:weave").by(
@@ -140,7 +142,7 @@ UPDATES: tuple[Mutant, ...] = (
         f"{WEAVE}::test_slots_of_a_gradient_go_when_its_update_is_over_if_nothing_needs_them_before",
     ),
     Fault("updates-of-a-run-wait-for-each-other", "plan.overlap:_Later.note").by(
-        always("tier"), f"{WEAVE}::test_updates_of_a_run_do_not_wait_for_each_other"
+        always("tier", nth=2), f"{WEAVE}::test_updates_of_a_run_do_not_wait_for_each_other"
     ),
     Fault("a-gradient-goes-down-before-all-of-it-has-been-added-up", "step.stretches:Stretches._plan").by(
         assign("is_last", "kind is StretchKind.TRAINING and True", nth=1),

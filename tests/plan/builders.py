@@ -19,7 +19,7 @@ from patrickstar.plan.fit import worst_moment
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
-from patrickstar.plan.snapshot import Snapshot
+from tests.plan.texts import moment, snapshot, unit
 
 CHUNK_NUMEL = 16
 SLOT_BYTES = CHUNK_NUMEL * 4
@@ -28,14 +28,6 @@ PLENTY = 1 << 40
 # No deadline: another process on the machine is no failure. Fewer examples where each one is an instance.
 few = settings(max_examples=15, deadline=None)
 some = settings(max_examples=40, deadline=None)
-
-
-def unit(text: str) -> PlaneRef:
-    return PlaneRef.parse(text)
-
-
-def units(text: str) -> list[PlaneRef]:
-    return [PlaneRef.parse(word) for word in text.split()]
 
 
 def layout_of(*lengths: int) -> Layout:
@@ -47,8 +39,7 @@ def layout_of(*lengths: int) -> Layout:
 def trace_of(*moments: str, nonmodel: int | Sequence[int] = 0) -> Trace:
     """A trace from texts such as `"c0.weight c1.grad* held c2.weight"`."""
     sizes = [nonmodel] * len(moments) if isinstance(nonmodel, int) else nonmodel
-    lines = [f"forward p{i} {size} {text}".rstrip() for i, (text, size) in enumerate(zip(moments, sizes, strict=True))]
-    return Trace(tuple(map(Moment.parse, lines)))
+    return Trace(tuple(moment(text, f"p{i}", size) for i, (text, size) in enumerate(zip(moments, sizes, strict=True))))
 
 
 def host_over_disk(slots: int, *, nonmodel: int = 0) -> Machine:
@@ -81,7 +72,7 @@ def state_of(
         word, condition = entry.split()
         ref, rests = unit(word), compute if condition == "here" else home
         lines.append(f"  {ref.plane} {rests.value} {condition} {ref.chunk}x{(slots or {}).get(word, 1)}")
-    return Residency.of(Snapshot.parse("\n".join(lines)))
+    return Residency.of(snapshot("\n".join(lines)))
 
 
 @dataclass(frozen=True)
@@ -170,7 +161,7 @@ def starts(
         pair = (compute, home)
         word = draw(st.sampled_from([*words[pair].split(), *(moving.get(pair, "").split() if flights else ())]))
         lines.append(f"  {ref.plane} {home.value} {word} {ref.chunk}x{slots_of(ref, layout, FP32)}")
-    return Residency.of(Snapshot.parse("\n".join(lines)))
+    return Residency.of(snapshot("\n".join(lines)))
 
 
 @st.composite

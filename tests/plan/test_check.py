@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.trace import Trace
-from patrickstar.plan.actions import Action, Drop, Wait, is_copy, parse_action
+from patrickstar.plan.actions import Action, Drop, Wait, is_copy
 from patrickstar.plan.check import check
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.plan import Plan
+from tests.plan import texts
 from tests.plan.builders import (
     SLOT_BYTES,
     Instance,
@@ -27,8 +28,8 @@ from tests.plan.builders import (
     resting,
     tight_instances,
     trace_of,
-    unit,
 )
+from tests.plan.texts import unit
 
 LAYOUT = layout_of(1, 1, 1)
 TRACE = trace_of("c0.weight*", "c1.weight held c0.weight", "c2.weight", "c0.weight", "c1.weight")
@@ -44,7 +45,7 @@ def with_moments(plan: Plan, **moments: str) -> Plan:
     """The plan with the actions of some moments replaced: `m2="c0.weight H!"`."""
     actions = list(plan.moments)
     for name, text in moments.items():
-        actions[int(name[1:])] = tuple(map(parse_action, filter(None, text.split(", "))))
+        actions[int(name[1:])] = tuple(map(texts.action, filter(None, text.split(", "))))
     return replace(plan, moments=tuple(actions))
 
 

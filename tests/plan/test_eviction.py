@@ -11,7 +11,8 @@ from patrickstar.core.trace import Trace
 from patrickstar.plan.actions import Drop
 from patrickstar.plan.eviction import NEVER, POLICIES, Ranking, Uses, eviction_order
 from patrickstar.plan.residency import apply, mark_written
-from tests.plan.builders import Instance, few, instances, state_of, trace_of, unit, units
+from tests.plan.builders import Instance, few, instances, state_of, trace_of
+from tests.plan.texts import unit, units
 
 TRACE = trace_of("c0.weight", "c1.weight", "c2.weight", "c1.weight", "c0.weight")
 
@@ -74,7 +75,7 @@ def test_a_ranking_keeps_up_the_order_as_units_are_used(instance: Instance, poli
                 continue
             if touch.writes:
                 mark_written(state, touch.ref)
-            ranking.used(now, touch.ref)
+            ranking.used(now, [touch.ref])
         for tier, taken in state.taken.items():
             evictable = [ref for ref in taken if state.home[ref] is not tier and ref not in state.stale[tier]]
             touched = {ref for ref in evictable if any(ref == touch.ref for touch in moment.touches)}
@@ -85,7 +86,7 @@ def test_a_ranking_keeps_up_the_order_as_units_are_used(instance: Instance, poli
             if gone and data.draw(st.booleans()):
                 ref = data.draw(st.sampled_from(gone))
                 apply(state, Drop(ref, tier, state.slots[ref]))
-                ranking.moved(ref)
+                ranking.used(now, (), [ref])
 
 
 def test_from_the_host_below_a_device_goes_first_what_saves_nothing_there() -> None:
@@ -94,7 +95,7 @@ def test_from_the_host_below_a_device_goes_first_what_saves_nothing_there() -> N
     ranking = Ranking(state, worth=lambda _ref, _now: 0)
     assert list(ranking(Tier.HOST, ())) == units("c1.weight c0.weight c2.weight c3.weight")
     apply(state, Drop(unit("c1.weight"), Tier.DEVICE))
-    ranking.moved(unit("c1.weight"))
+    ranking.used(0, (), units("c1.weight"))
     assert list(ranking(Tier.HOST, ())) == units("c0.weight c1.weight c2.weight c3.weight")
 
 

@@ -15,8 +15,9 @@ from patrickstar.plan.eviction import POLICIES
 from patrickstar.plan.fit import Need, minimum_bytes, pinned_at, refuse_homes, refuse_moment, within, worst_moment
 from patrickstar.plan.make import make_plan
 from patrickstar.units import GIB, MIB, parse_size
-from tests.plan.builders import SLOT_BYTES, Instance, few, instances, layout_of, resting, some, trace_of, unit, units
+from tests.plan.builders import SLOT_BYTES, Instance, few, instances, layout_of, resting, some, trace_of
 from tests.plan.naive import needed_bytes
+from tests.plan.texts import unit, units
 
 sizes = st.integers(0, 1 << 44)
 

@@ -26,9 +26,9 @@ from tests.plan.builders import (
     some,
     starts,
     trace_of,
-    unit,
 )
 from tests.plan.naive import replay
+from tests.plan.texts import unit
 
 
 def test_what_is_used_on_the_host_crosses_no_link() -> None:

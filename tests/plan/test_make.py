@@ -35,9 +35,9 @@ from tests.plan.builders import (
     some,
     tight_instances,
     trace_of,
-    unit,
 )
 from tests.plan.naive import fewest_fetches, needed_bytes
+from tests.plan.texts import unit
 
 policies = st.sampled_from(sorted(POLICIES))
 

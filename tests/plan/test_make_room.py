@@ -11,7 +11,9 @@ from patrickstar.plan.make_room import make_room
 from patrickstar.plan.residency import Residency, apply
 from patrickstar.plan.snapshot import Condition
 from patrickstar.plan.staging import NoRoom
-from tests.plan.builders import layout_of, resting, state_of, unit, units
+from tests.plan import texts
+from tests.plan.builders import layout_of, resting, state_of
+from tests.plan.texts import unit, units
 
 
 def by_id(_, refs):
@@ -24,7 +26,7 @@ def room_for(
     """The actions that `make_room` asks for with victims in order of id, having changed nothing."""
     before = state.copy()
     capacity = {Tier.HOST: host, state.compute: slots}
-    touches = [Touch.parse(word) for word in needed.split()]
+    touches = [texts.touch(word) for word in needed.split()]
     actions = make_room(state, touches=touches, held=units(pinned), capacity=capacity, spare_slots=spare, order=by_id)
     assert state == before
     for action in actions:

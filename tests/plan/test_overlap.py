@@ -18,7 +18,6 @@ from patrickstar.plan.overlap_disk import overlap_disk
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.simulate import simulate
-from patrickstar.plan.snapshot import Snapshot
 from tests.plan.builders import (
     PLENTY,
     SLOT_BYTES,
@@ -35,6 +34,7 @@ from tests.plan.builders import (
     trace_of,
 )
 from tests.plan.test_host_touches import with_host_touches
+from tests.plan.texts import snapshot
 
 
 def overlapped(
@@ -146,7 +146,7 @@ def test_what_is_written_on_the_host_comes_after_that() -> None:
 
 def on_a_device(start: str, *moments: str, device: int, host: int) -> list[str]:
     """As `overlapped`, on a device over a host over a disk with so many slots; `start`: the lines of a snapshot."""
-    state = Residency.of(Snapshot.parse(f"on D, slots of {SLOT_BYTES} bytes\n{start}"))
+    state = Residency.of(snapshot(f"on D, slots of {SLOT_BYTES} bytes\n{start}"))
     layout, trace = layout_of(*[1] * 3), trace_of(*moments)
     budget = {Tier.DEVICE: device * SLOT_BYTES, Tier.HOST: host * SLOT_BYTES, Tier.DISK: PLENTY}
     machine = Machine(Tier.DEVICE, budget)

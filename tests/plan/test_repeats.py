@@ -10,7 +10,8 @@ from patrickstar.plan.make import make_plan, must_repeat
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.simulate import simulate
-from tests.plan.builders import Instance, expect_legal, host_over_disk, instances, layout_of, resting, trace_of, unit
+from tests.plan.builders import Instance, expect_legal, host_over_disk, instances, layout_of, resting, trace_of
+from tests.plan.texts import unit
 
 CHUNKS = 12
 

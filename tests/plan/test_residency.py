@@ -10,7 +10,7 @@ from patrickstar.core.formats import FP32, Formats, PlaneFormat
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
-from patrickstar.plan.actions import Action, Drop, Issue, Wait, is_copy, parse_action
+from patrickstar.plan.actions import Action, Drop, Issue, Wait, is_copy
 from patrickstar.plan.check import check
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import (
@@ -24,7 +24,9 @@ from patrickstar.plan.residency import (
     slots_of,
 )
 from patrickstar.plan.snapshot import Condition
-from tests.plan.builders import PLENTY, Instance, few, instances, layout_of, state_of, unit, units
+from tests.plan import texts
+from tests.plan.builders import PLENTY, Instance, few, instances, layout_of, state_of
+from tests.plan.texts import unit, units
 
 
 def test_writing_makes_a_clean_copy_dirty() -> None:
@@ -58,7 +60,7 @@ def test_release_of_what_has_no_slots_takes_no_action(condition: str) -> None:
 
 def test_a_transfer_pins_what_it_reads() -> None:
     state = state_of("c0.weight dirty")
-    apply(state, parse_action("c0.weight H>K"))
+    apply(state, texts.action("c0.weight H>K"))
     for touch in (mark_written, mark_free):
         with pytest.raises(InvariantError, match=r"^\(5\)"):
             touch(state, unit("c0.weight"))
@@ -83,7 +85,7 @@ def test_writing_on_one_tier_leaves_nothing_current_on_another(condition: str, t
 def test_a_transfer_that_failed_leaves_what_was_there(action: str) -> None:
     state = state_of("c0.weight away" if "K" in action else "c0.weight away,dirty", compute=Tier.DEVICE)
     before = state.copy()
-    apply(state, parse_action(action))
+    apply(state, texts.action(action))
     give_up(state, unit("c0.weight"))
     assert state == before
 
@@ -111,7 +113,7 @@ def test_a_transfer_that_failed_leaves_what_was_there(action: str) -> None:
 def test_an_illegal_action_is_refused_by_number_and_changes_nothing(state: str, action: str, number: int) -> None:
     now = state_of(state)
     with pytest.raises(InvariantError, match=rf"^\({number}\) {action[:9]}"):
-        apply(now, parse_action(action))
+        apply(now, texts.action(action))
     assert now == state_of(state)
 
 
@@ -183,17 +185,17 @@ UPDATED = "c0.weight dirty, c0.exp_avg clean, c0.exp_avg_sq clean, c0.grad clean
 
 def updating(text: str = UPDATED):  # type: ignore[no-untyped-def]
     state = state_of(text)
-    apply(state, parse_action("c0 step@H"))
+    apply(state, texts.action("c0 step@H"))
     return state
 
 
 def test_an_update_writes_all_but_the_gradient_and_pins_all_until_its_wait() -> None:
     state = updating()
     assert [state.is_dirty(unit(text), Tier.HOST) for text in UPDATED.split()[::2]] == [True, True, True, False]
-    apply(state, parse_action("c0.weight H>K"))  # it comes after the update
-    apply(state, parse_action("c0 step@H?"))
-    apply(state, parse_action("c0.weight K?"))
-    apply(state, parse_action("c0.grad H!"))
+    apply(state, texts.action("c0.weight H>K"))  # it comes after the update
+    apply(state, texts.action("c0 step@H?"))
+    apply(state, texts.action("c0.weight K?"))
+    apply(state, texts.action("c0.grad H!"))
     assert not state.updates
     assert not state.under_way
     assert state.snapshot().newest[unit("c0.weight")] == {Tier.HOST, Tier.DISK}
@@ -212,7 +214,7 @@ def test_an_update_writes_all_but_the_gradient_and_pins_all_until_its_wait() -> 
 def test_an_update_that_cannot_begin_is_refused(state: str, action: str, number: int) -> None:
     now = state_of(state)
     with pytest.raises(InvariantError, match=rf"^\({number}\)"):
-        apply(now, parse_action(action))
+        apply(now, texts.action(action))
     assert now == state_of(state)
 
 
@@ -220,56 +222,56 @@ def test_an_update_that_cannot_begin_is_refused(state: str, action: str, number:
 def test_what_an_update_uses_stays_until_its_wait(action: str) -> None:
     now = updating()
     with pytest.raises(InvariantError, match=r"^\(10\)"):
-        apply(now, parse_action(action))
+        apply(now, texts.action(action))
     assert now == updating()
 
 
 def test_a_transfer_of_what_is_updated_lands_after_the_update() -> None:
     state = updating()
-    apply(state, parse_action("c0.weight H>K"))
+    apply(state, texts.action("c0.weight H>K"))
     with pytest.raises(InvariantError, match=r"^\(10\)"):
-        apply(state, parse_action("c0.weight K?"))
+        apply(state, texts.action("c0.weight K?"))
 
 
 def test_the_weight_of_a_run_may_have_several_updates_on_one_tier() -> None:
     text = "c0.weight dirty, c0.exp_avg clean, c0.exp_avg_sq clean, c1.exp_avg clean, c1.exp_avg_sq clean"
     state = state_of(text, slots={"c0.weight": 2})
-    apply(state, parse_action("c0 step@H"))
-    apply(state, parse_action("c1 step@H"))
+    apply(state, texts.action("c0 step@H"))
+    apply(state, texts.action("c1 step@H"))
     with pytest.raises(InvariantError, match=r"^\(10\) c1 step@H: c. step@. uses c0.weight"):
-        apply(state, parse_action("c1 step@H"))
-    apply(state, parse_action("c0 step@H?"))
+        apply(state, texts.action("c1 step@H"))
+    apply(state, texts.action("c0 step@H?"))
     apply(state, Issue.copy(unit("c0.weight"), Tier.HOST, Tier.DISK, 2))
     with pytest.raises(InvariantError, match=r"^\(10\) c0.weight K\?: c. step@H comes before it"):
-        apply(state, parse_action("c0.weight K?"))
-    apply(state, parse_action("c1 step@H?"))
-    apply(state, parse_action("c0.weight K?"))
+        apply(state, texts.action("c0.weight K?"))
+    apply(state, texts.action("c1 step@H?"))
+    apply(state, texts.action("c0.weight K?"))
     assert not state.under_way
 
 
 def test_the_weight_of_a_run_is_not_updated_on_two_tiers_at_once() -> None:
     text = "c0.weight clean, c0.exp_avg clean, c0.exp_avg_sq clean, c1.exp_avg clean, c1.exp_avg_sq clean"
     state = state_of(text, slots={"c0.weight": 2}, compute=Tier.DEVICE, home=Tier.HOST)
-    apply(state, parse_action("c0 step@D"))
+    apply(state, texts.action("c0 step@D"))
     with pytest.raises(InvariantError, match=r"^\(10\) c1 step@H: c. step@. uses c0.weight"):
-        apply(state, parse_action("c1 step@H"))
+        apply(state, texts.action("c1 step@H"))
 
 
 def test_a_gradient_may_be_on_its_way_to_its_update_which_is_its_wait() -> None:
     text = "c0.weight away, c0.exp_avg away, c0.exp_avg_sq away, c0.grad dirty"
     state = state_of(text, compute=Tier.DEVICE, home=Tier.HOST)
     with pytest.raises(InvariantError, match=r"^\(1\) c0 step@H: the host does not hold the last contents of c0.grad"):
-        apply(state, parse_action("c0 step@H"))
-    apply(state, parse_action("c0.grad D>H"))
-    apply(state, parse_action("c0 step@H"))
+        apply(state, texts.action("c0 step@H"))
+    apply(state, texts.action("c0.grad D>H"))
+    apply(state, texts.action("c0 step@H"))
     mark_free(state, unit("c0.grad"))
     assert not state.is_free(unit("c0.grad"))
     with pytest.raises(InvariantError, match=r"^\(5\) c0.grad D!: c0.grad D>H still uses what is there"):
-        apply(state, parse_action("c0.grad D!"))
-    apply(state, parse_action("c0 step@H?"))
+        apply(state, texts.action("c0.grad D!"))
+    apply(state, texts.action("c0 step@H?"))
     assert state.is_free(unit("c0.grad"))
     assert not state.in_flight
-    apply(state, parse_action("c0.grad D!"))
+    apply(state, texts.action("c0.grad D!"))
 
 
 @pytest.mark.parametrize("waits", [("c0 step@H?",), ("c0.grad H?", "c0 step@H?")])
@@ -277,7 +279,7 @@ def test_a_gradient_that_is_wanted_is_where_its_update_was(waits: tuple[str, ...
     text = "c0.weight away, c0.exp_avg away, c0.exp_avg_sq away, c0.grad dirty"
     state = state_of(text, compute=Tier.DEVICE, home=Tier.HOST)
     for action in ("c0.grad D>H", "c0 step@H", *waits):
-        apply(state, parse_action(action))
+        apply(state, texts.action(action))
     assert not state.under_way
     assert state.newest[unit("c0.grad")] == {Tier.DEVICE, Tier.HOST}
 
@@ -285,10 +287,10 @@ def test_a_gradient_that_is_wanted_is_where_its_update_was(waits: tuple[str, ...
 def test_what_an_update_on_the_host_uses_is_not_written_over() -> None:
     text = "c0.weight away, c0.exp_avg away, c0.exp_avg_sq away, c0.grad clean"
     state = state_of(text, compute=Tier.DEVICE, home=Tier.HOST)
-    apply(state, parse_action("c0 step@H"))
+    apply(state, texts.action("c0 step@H"))
     with pytest.raises(InvariantError, match=r"^\(10\) c0.grad D>H: c0 step@H still uses what is there"):
-        apply(state, parse_action("c0.grad D>H"))
-    apply(state, parse_action("c0.grad D!"))  # the host alone has what the update uses
+        apply(state, texts.action("c0.grad D>H"))
+    apply(state, texts.action("c0.grad D!"))  # the host alone has what the update uses
     mark_free(state, unit("c0.grad"))
     with pytest.raises(InvariantError, match=r"^\(4\) c0.grad 0>D: it has contents"):
-        apply(state, parse_action("c0.grad 0>D"))
+        apply(state, texts.action("c0.grad 0>D"))

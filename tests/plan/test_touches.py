@@ -11,7 +11,8 @@ from patrickstar.core.layout import Layout, TensorSpec, build_layout
 from patrickstar.core.planes import GradientUse
 from patrickstar.core.trace import Touch
 from patrickstar.plan.touches import Touches, UseCounts, gradients_freed, master_touches, norm_trace, step_trace
-from tests.plan.builders import CHUNK_NUMEL, unit
+from tests.plan.builders import CHUNK_NUMEL
+from tests.plan.texts import unit
 
 
 def layout() -> Layout:

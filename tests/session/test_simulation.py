@@ -198,7 +198,6 @@ def test_plan_and_trace_are_those_of_the_last_training_step(make_pair: MakePair)
     plan, trace = pair.session.plan, pair.session.trace
     assert plan is not None
     assert trace is not None
-    assert Plan.parse(str(plan)) == plan
     assert len(plan.moments) == len(trace.moments)
     pair.train(2, first=4)
     assert pair.session.plan.digest() == plan.digest(), "in the long run a step is as the one before"

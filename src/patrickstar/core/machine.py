@@ -40,7 +40,7 @@ LINKS: Final = ("H>D", "D>H", "H>K", "K>H")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The tier that computes, and the bytes each tier may hold. Prints as `H: H=1024 K=4096`, and parses back.
+    """The tier that computes, and the bytes each tier may hold. Prints as `H: H=1024 K=4096`.
 
     A tier without a budget does not exist. Without an accelerator the host computes and only disk lies below it.
 
@@ -72,13 +72,6 @@ class Machine:
 
     def __str__(self) -> str:
         return f"{self.compute.value}: " + " ".join(f"{tier.value}={nbytes}" for tier, nbytes in self.budget.items())
-
-    @classmethod
-    def parse(cls, text: str) -> Machine:
-        """The machine that prints as `text`. ValueError: `text` is not the print of a machine."""
-        compute, _, budgets = text.partition(": ")
-        pairs = [entry.partition("=") for entry in budgets.split(" ")]
-        return cls(Tier(compute), {Tier(tier): int(nbytes) for tier, _, nbytes in pairs})
 
     def __reduce__(self) -> tuple[Callable[..., Machine], tuple[Any, ...]]:
         return Machine, (self.compute, dict(self.budget), self.costs)  # a mapping proxy neither pickles nor copies

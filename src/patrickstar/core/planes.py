@@ -14,7 +14,7 @@ STEP: Final = "step"  # no plane: the update of a chunk is of this, and stands f
 
 
 class PlaneRef(NamedTuple):
-    """One plane of one chunk: the unit of residency. Prints as `c12.weight`, and parses back.
+    """One plane of one chunk: the unit of residency. Prints as `c12.weight`.
 
     For the plane `weight`, `chunk` is the head of a run and the unit is the whole run, since a weight is contiguous
     when used. A named tuple, because plans keep these in sets and as keys by the ten thousand.
@@ -25,14 +25,6 @@ class PlaneRef(NamedTuple):
 
     def __str__(self) -> str:
         return f"c{self.chunk}.{self.plane}"
-
-    @classmethod
-    def parse(cls, text: str) -> PlaneRef:
-        """The unit that prints as `text`. ValueError: `text` is not the print of a unit."""
-        chunk, dot, plane = text.partition(".")
-        if chunk[:1] != "c" or not (chunk[1:].isascii() and chunk[1:].isdigit()) or not dot or not plane.isidentifier():
-            raise ValueError(f'{text!r} is not a plane of a chunk, such as "c12.weight"')
-        return cls(int(chunk[1:]), plane)
 
 
 class GradientUse(Enum):

@@ -1,6 +1,6 @@
 """Traces of what one training step touches, moment by moment: the input of every plan.
 
-A trace prints one line a moment, and parses back:
+A trace prints one line a moment:
 
     trace of 3 moments
     forward wte.weight 4096 c0.weight
@@ -15,11 +15,10 @@ in a URL; an empty one prints as `-`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, PlaneRef
@@ -50,12 +49,6 @@ class Touch(NamedTuple):
     def __str__(self) -> str:
         return f"{self.ref}{f'@{self.tier.value}' if self.tier else ''}{'*' if self.writes else ''}"
 
-    @classmethod
-    def parse(cls, text: str) -> Touch:
-        """The touch that prints as `text`."""
-        ref, _, tier = text.removesuffix("*").partition("@")
-        return cls(PlaneRef.parse(ref), writes=text.endswith("*"), tier=Tier(tier) if tier else None)
-
 
 @dataclass(frozen=True, slots=True)
 class Moment:
@@ -79,9 +72,12 @@ class Moment:
     updates: int | None = None
 
     def __post_init__(self) -> None:
-        touches = {(touch.ref, touch.tier): touch for touch in sorted(self.touches, key=_in_order)}
-        object.__setattr__(self, "touches", tuple(touches.values()))
-        object.__setattr__(self, "held", tuple(sorted(set(self.held))))
+        refs = [touch.ref for touch in self.touches]
+        if refs != sorted(set(refs)):
+            touches = {(touch.ref, touch.tier): touch for touch in sorted(self.touches, key=_in_order)}
+            object.__setattr__(self, "touches", tuple(touches.values()))
+        if self.held:
+            object.__setattr__(self, "held", tuple(sorted(set(self.held))))
 
     @property
     def name(self) -> str:
@@ -101,24 +97,6 @@ class Moment:
         if self.held:
             words += ["held", *map(str, self.held)]
         return " ".join(words)
-
-    @classmethod
-    def parse(cls, line: str) -> Moment:
-        """The moment that prints as `line`. ValueError: `line` is not the print of a moment."""
-        phase, label, nonmodel, *rest = line.split(" ")
-        live_bytes, _, nonmodel_bytes = nonmodel.rpartition("..")
-        rest, held = _split_at(rest, "held")
-        touches, updates = _split_at(rest, "updates")
-        updated = [int(chunk.removeprefix("c")) for chunk in updates]
-        return cls(
-            phase=Phase(phase),
-            label=unquote(label) if label != "-" else "",
-            touches=tuple(map(Touch.parse, touches)),
-            held=tuple(map(PlaneRef.parse, held)),
-            nonmodel_bytes=int(nonmodel_bytes),
-            live_bytes=int(live_bytes or 0),
-            updates=updated[0] if updated else None,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +124,6 @@ class Trace:
     def __str__(self) -> str:
         return "\n".join([f"trace of {len(self.moments)} moments", *map(str, self.moments)])
 
-    @classmethod
-    def parse(cls, text: str) -> Trace:
-        """The trace that prints as `text`. ValueError: `text` is not the print of a trace, or was cut short."""
-        head, *lines = text.strip().splitlines() or [""]
-        if head != f"trace of {len(lines)} moments":
-            raise ValueError(f"{head!r} is followed by {len(lines)} lines: not a whole trace")
-        return cls(tuple(map(Moment.parse, lines)))
-
     def digest(self) -> str:
         """Equal for equal traces: 16 hexadecimal digits over the text."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
@@ -161,13 +131,6 @@ class Trace:
 
 def _in_order(touch: Touch) -> tuple[PlaneRef, str, bool]:
     return touch.ref, touch.tier or "", touch.writes
-
-
-def _split_at(words: list[str], word: str) -> tuple[list[str], Iterable[str]]:
-    if word not in words:
-        return words, ()
-    at = words.index(word)
-    return words[:at], words[at + 1 :]
 
 
 def _escape(label: str) -> str:

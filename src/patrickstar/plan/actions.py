@@ -1,4 +1,4 @@
-"""Works, which take time, and the actions that a plan may ask for. Each action is one line of text that parses back.
+"""Works, which take time, and the actions that a plan may ask for. Each action is one line of text.
 
     c12.weight H>D x4    Issue of a COPY: a transfer begins; the unit takes four slots
     c3.exp_avg 0>D       Issue of a CREATE: first contents, all zeros; it has no wait
@@ -13,10 +13,8 @@ A count of slots is printed where it is not one. A new kind of work is a member 
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from enum import Enum
-from typing import Final, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import STEP, PlaneRef
@@ -60,8 +58,7 @@ class Work(NamedTuple):
         return f"{self.of} {self.tier.value}"
 
 
-@dataclass(frozen=True, slots=True)
-class Issue:
+class Issue(NamedTuple):
     """Begin a work. What is copied or created takes slots now. `src`: the tier that a copy comes from."""
 
     work: Work
@@ -94,8 +91,7 @@ class Issue:
         return f"{self.of} {self.src.value if self.src else 0}>{self.work.tier.value}{_times(self.slots)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """Wait for a work: one for each."""
 
     work: Work
@@ -114,8 +110,7 @@ class Wait:
         return f"{self.work}?"
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(NamedTuple):
     """Give a copy's slots back without a transfer: another tier holds the same bytes, or nobody wants them."""
 
     of: PlaneRef
@@ -128,31 +123,6 @@ class Drop:
 
 Action = Issue | Wait | Drop
 
-_TIER: Final = "[DHK]"
-_ACTION: Final = re.compile(
-    rf"(?P<ref>\S+) (?:(?P<src>0|{_TIER})>(?P<dst>{_TIER})|(?P<tier>{_TIER})(?P<end>[?!]))(?: x(?P<slots>[1-9]\d*))?"
-)
-_UPDATE: Final = re.compile(rf"c(?P<chunk>\d+) step@(?P<tier>{_TIER})(?P<waits>\??)")
-
-
-def parse_action(text: str) -> Action:
-    """The action that prints as `text`. ValueError: `text` is not the print of an action."""
-    update = _UPDATE.fullmatch(text)
-    if update:
-        work = Work.update(int(update["chunk"]), Tier(update["tier"]))
-        return Wait(work) if update["waits"] else Issue(work)
-    found = _ACTION.fullmatch(text)
-    if not found or (found["end"] == "?" and found["slots"]) or found["slots"] == "1":
-        raise ValueError(f'{text!r} is not an action, such as "c12.weight H>D x4", "c12.weight D?", "c12.weight D!"')
-    ref, slots = PlaneRef.parse(found["ref"]), int(found["slots"] or 1)
-    if found["end"] == "?":
-        return Wait.copy(ref, Tier(found["tier"]))
-    if found["end"] == "!":
-        return Drop(ref, Tier(found["tier"]), slots)
-    if found["src"] == "0":
-        return Issue.create(ref, Tier(found["dst"]), slots)
-    return Issue.copy(ref, Tier(found["src"]), Tier(found["dst"]), slots)
-
 
 def is_copy(action: Action) -> TypeGuard[Issue]:
     """Tells whether an action is the issue of a transfer."""
@@ -161,12 +131,9 @@ def is_copy(action: Action) -> TypeGuard[Issue]:
 
 def slots_taken(action: Action, tier: Tier) -> int:
     """Slots of a tier that an action takes for a copy of a unit there; negative: that it gives back."""
-    match action:
-        case Issue(Work(WorkKind.COPY | WorkKind.CREATE, _, arrives), _, slots) if arrives is tier:
-            return slots
-        case Drop(_, leaves, slots) if leaves is tier:
-            return -slots
-    return 0
+    if isinstance(action, Issue):
+        return action.slots if action.work.tier is tier and action.work.kind is not WorkKind.UPDATE else 0
+    return -action.slots if isinstance(action, Drop) and action.tier is tier else 0
 
 
 def _times(slots: int) -> str:

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
-from patrickstar.core.trace import Moment, Trace
+from patrickstar.core.trace import Trace
 from patrickstar.plan.residency import Residency
 
 NEVER: Final = sys.maxsize
@@ -51,27 +52,20 @@ class Uses:
             goes_down: what is used on the tier below after the trace.
             stays: what was on the tier that computes at the beginning, where it is to be there at the end.
         """
-        follower = trace if following is None else following
-        self._at: dict[PlaneRef, list[int]] = {}
-        self._lost: dict[PlaneRef, list[int]] = {}
         self._goes_down = goes_down
         self.stays = stays
-        for index, moment in enumerate(trace.moments):
-            for ref in _uses(moment):
-                self._at.setdefault(ref, []).append(index)
-            for ref in _written_elsewhere(moment):
-                self._lost.setdefault(ref, []).append(index)
-        period = len(trace) + len(follower)
-        self._after = {ref: period + at[0] for ref, at in self._at.items()}
-        self._after.update(
-            (ref, NEVER) for ref, at in self._lost.items() if period + at[0] < self._after.get(ref, NEVER)
-        )
-        self._before = {ref: at[-1] - period for ref, at in self._at.items()}
-        for index in reversed(range(len(follower))):
-            self._after.update((ref, len(trace) + index) for ref in _uses(follower.moments[index]))
-            self._after.update((ref, NEVER) for ref in _written_elsewhere(follower.moments[index]))
-        for index, moment in enumerate(follower.moments):
-            self._before.update((ref, index - len(follower)) for ref in _uses(moment))
+        self._at, self._lost = _read(trace)
+        used, lost = (self._at, self._lost) if following is None else _read(following)
+        n_moments, n_following = len(trace), len(trace if following is None else following)
+        # What is used first when the trace comes again, unless it is used before that in what follows.
+        self._after: dict[PlaneRef, int] = {}
+        for at, elsewhere, start in ((self._at, self._lost, n_moments + n_following), (used, lost, n_moments)):
+            self._after.update((ref, start + own[0]) for ref, own in at.items())
+            self._after.update(
+                (ref, NEVER) for ref, own in elsewhere.items() if start + own[0] < self._after.get(ref, NEVER)
+            )
+        self._before = {ref: own[-1] - n_moments - n_following for ref, own in self._at.items()}
+        self._before.update((ref, own[-1] - n_following) for ref, own in used.items())
 
     def after(self, ref: PlaneRef, now: int) -> int:
         """The first moment after `now` that touches the unit, or `NEVER`: also where it has been written elsewhere by then."""
@@ -83,10 +77,10 @@ class Uses:
 
     def is_leaving(self, ref: PlaneRef, now: int) -> bool:
         """Tells whether a unit's next use is on the tier below, where it is written, or goes anyway."""
+        if ref not in self._goes_down and ref not in self._lost:
+            return False
         used = _next(self._at.get(ref), now)
-        if ref in self._goes_down:
-            return used == NEVER
-        return ref in self._lost and used == self.after(ref, now) == NEVER
+        return used == NEVER if ref in self._goes_down else used == self.after(ref, now) == NEVER
 
     def until(self, ref: PlaneRef, now: int) -> int:
         """The last moment up to `now` that touches the unit, or `-NEVER`."""
@@ -100,14 +94,16 @@ def _next(at: list[int] | None, now: int) -> int:
     return at[bisect_right(at, now)] if at and at[-1] > now else NEVER
 
 
-def _uses(moment: Moment) -> list[PlaneRef]:
-    """The units that a moment uses on the tier that computes."""
-    return [touch.ref for touch in moment.touches if touch.tier is None]
-
-
-def _written_elsewhere(moment: Moment) -> list[PlaneRef]:
-    """The units of which a moment makes the copies on the tier that computes old."""
-    return [touch.ref for touch in moment.touches if touch.tier is not None and touch.writes]
+def _read(trace: Trace) -> tuple[dict[PlaneRef, list[int]], dict[PlaneRef, list[int]]]:
+    """The moments in which each unit is used on the tier that computes, and those in which it is written elsewhere, so that copies there are old."""
+    used, lost = defaultdict[PlaneRef, list[int]](list), defaultdict[PlaneRef, list[int]](list)
+    for index, moment in enumerate(trace.moments):
+        for ref, writes, tier in moment.touches:
+            if tier is None:
+                used[ref].append(index)
+            elif writes:
+                lost[ref].append(index)
+    return used, lost
 
 
 def worth_by_next_use(uses: Uses) -> Worth:
@@ -157,33 +153,30 @@ class Ranking:
         self._worth: dict[PlaneRef, int] = {}
         self._keys: dict[Tier, dict[PlaneRef, _Key]] = {tier: {} for tier in state.taken}
         self._sorted: dict[Tier, list[_Key]] = {tier: [] for tier in state.taken}
-        for ref in {ref for refs in state.taken.values() for ref in refs}:
-            self.used(-1, ref)
+        self.used(-1, {ref for refs in state.taken.values() for ref in refs})
 
     def __call__(self, tier: Tier, candidates: Iterable[PlaneRef]) -> Iterator[PlaneRef]:  # noqa: ARG002 - it has its own
         return (ref for _, _, _, ref in self._sorted[tier])
 
-    def __contains__(self, ref: PlaneRef) -> bool:
-        return ref in self._keys[self._state.compute]
+    def used(self, now: int, refs: Collection[PlaneRef], moved: Iterable[PlaneRef] = ()) -> None:
+        """Notes that units are used at moment `now`, whose writes are marked already.
 
-    def used(self, now: int, *refs: PlaneRef) -> None:
-        """Notes that units are used at moment `now`, whose writes are marked already."""
-        self._worth.update((ref, self._worth_now(ref, now)) for ref in refs)
-        self.moved(*refs)
-
-    def moved(self, *refs: PlaneRef) -> None:
-        """Notes that copies of units have come or gone, or are no longer what they were."""
+        `moved`: units of which copies have come or gone, or are no longer what they were.
+        """
         state, home, worths = self._state, self._state.home, self._worth
+        for ref in refs:
+            worths[ref] = self._worth_now(ref, now)
+        changed = {*refs, *moved}
         for tier, taken in state.taken.items():
             keys, in_order, stale = self._keys[tier], self._sorted[tier], state.stale[tier]
-            for ref in refs:
+            for ref in changed:
                 new = None
                 if ref in taken and home[ref] is not tier and ref not in stale:
                     new = _key(state, ref, tier, worths[ref] if ref in worths else self._worth_now(ref, -1))
-                if ref in keys:
-                    old = keys[ref]
-                    if old == new:
-                        continue
+                old = keys.get(ref)
+                if old == new:
+                    continue
+                if old is not None:
                     del in_order[bisect_left(in_order, old)]
                     del keys[ref]
                 if new is not None:

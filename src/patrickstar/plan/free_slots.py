@@ -17,6 +17,7 @@ class FreeSlots:
     def __init__(self, free: Iterable[int]) -> None:
         self._free = list(free)
         self._added = [0] * (-(-len(self._free) // _BLOCK))
+        # No moment of a block has less.
         self._least = [min(self._free[at : at + _BLOCK]) for at in range(0, len(self._free), _BLOCK)]
 
     def __getitem__(self, moment: int) -> int:
@@ -33,18 +34,18 @@ class FreeSlots:
             else:
                 for moment in range(first, min(end, stop)):
                     self._free[moment] += slots
-                self._least[block] = min(self._free[start:stop]) + self._added[block]
+                self._least[block] += min(slots, 0)
             first = stop
 
     def enough_from(self, slots: int, first: int, end: int) -> int:
         """The earliest moment, from `first` on, from which every moment before `end` has at least so many; `end` where the last has not."""
         while end > first:
             block = (end - 1) // _BLOCK
-            start = max(first, block * _BLOCK)
+            start, added = block * _BLOCK, self._added[block]
             if self._least[block] < slots:
-                added = self._added[block]
-                for moment in range(end - 1, start - 1, -1):
+                for moment in range(end - 1, max(first, start) - 1, -1):
                     if self._free[moment] + added < slots:
                         return moment + 1
+                self._least[block] = min(self._free[start : start + _BLOCK]) + added
             end = start
-        return end
+        return max(end, first)

@@ -6,7 +6,7 @@ One pass, with an eviction order kept sorted as units are used. Two more let tra
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
@@ -94,27 +94,27 @@ def make_plan(
     ranking = Ranking(state, worth=worth)
     freed_after = frees_by_moment(freed)
     before = state.snapshot()
+    capacity = capacity_of(state, 0, host_bytes=machine.budget.get(Tier.HOST, 0))
     moments: list[tuple[Action, ...]] = []
     for index, moment in enumerate(trace.moments):
         done = freed_after.get(index, ())
         is_end = repeats and index == len(trace) - 1
         leaving = sorted(state.taken[compute].difference(stays, done)) if is_end else ()
+        capacity[compute] = (machine.budget[compute] - moment.nonmodel_bytes) // state.slot_bytes
         try:
-            actions = _before(state, moment, done, leaving=leaving, machine=machine, order=ranking, early=prefetch != 0)
+            actions = _before(
+                state, moment, done, leaving=leaving, capacity=capacity, order=ranking, early=prefetch != 0
+            )
         except NoRoom as refusal:  # of the host below a device: the tier that computes has been looked at
             host_bytes = machine.budget[Tier.HOST]
             raise refuse_host(refusal.needed_slots, trace.name(index), state=state, host_bytes=host_bytes) from None
-        moved = [action.of for action in actions]
-        if moment.updates is not None:
-            update = Issue.update(moment.updates, moment.update_tier or machine.compute)
-            actions = [*actions, update, Wait(update.work)]
         for action in actions:
             apply(state, action)
         mark_moment(state, moment, done)
-        ranking.moved(*moved, *done)
-        ranking.used(
-            index, *(touch.ref for touch in moment.touches), *(ref for ref in moment.held if ref not in ranking)
-        )
+        ranking.used(index, [touch.ref for touch in moment.touches], [*(action.of for action in actions), *done])
+        if moment.updates is not None:  # what it writes, the moment has marked
+            update = Issue.update(moment.updates, moment.update_tier or compute)
+            actions += [update, Wait(update.work)]
         moments.append(tuple(actions))
     plan = Plan(layout.digest(), policy, machine, before, tuple(moments), state.snapshot(), freed)
     plan = overlap(plan, trace, moments_ahead=prefetch, goes_down=goes_down)
@@ -127,7 +127,7 @@ def _before(
     freed: Collection[PlaneRef],
     *,
     leaving: Collection[PlaneRef],
-    machine: Machine,
+    capacity: Mapping[Tier, int],
     order: Order,
     early: bool,
 ) -> list[Action]:
@@ -136,21 +136,15 @@ def _before(
     `freed`: units whose contents it is the last to want; `leaving`: what is to go in any case; `early`: whether transfers will be.
     """
     compute = state.compute
-    slots = (machine.budget[compute] - moment.nonmodel_bytes) // state.slot_bytes
-    capacity = capacity_of(state, slots, host_bytes=machine.budget.get(Tier.HOST, 0))
-    held = [Touch(ref) for ref in moment.held]
+    touches = (*moment.touches, *map(Touch, moment.held)) if moment.held else moment.touches
     is_ready = (
-        not state.stale[compute]
+        not (state.stale[compute] or state.under_way or leaving)
         and all(state.slots_used[tier] <= slots for tier, slots in capacity.items())
-        and not state.under_way
-        and not leaving
-        and all(touch.tier is None and state.is_newest(touch.ref, compute) for touch in (*moment.touches, *held))
+        and all(touch.tier is None and state.is_newest(touch.ref, compute) for touch in touches)
     )
     if is_ready:
         return []
-    spare = slots // _SPARE if early else 0
-    touches = (*moment.touches, *held)
+    spare = capacity[compute] // _SPARE if early else 0
     actions = make_room(state, touches=touches, leaving=leaving, capacity=capacity, spare_slots=spare, order=order)
-    landed = {action.of for action in actions if isinstance(action, Wait)}
-    left = ((ref, state.flight(ref)) for ref in freed if ref not in landed)
-    return [*actions, *(Wait.copy(ref, flight[1]) for ref, flight in left if flight)]
+    landings = [Wait.copy(ref, flight[1]) for ref in freed if (flight := state.flight(ref))]
+    return [*actions, *(landing for landing in landings if landing not in actions)]

@@ -25,18 +25,21 @@ Only transfers between the tier that computes and the one below it are moved; th
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Trace
-from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work, WorkKind, is_copy, slots_taken
+from patrickstar.plan.actions import Action, Drop, Issue, Wait, WorkKind, is_copy, slots_taken
 from patrickstar.plan.free_slots import FreeSlots
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency, apply
 from patrickstar.plan.snapshot import Snapshot
+
+_TIERS = tuple(Tier)
 
 
 def overlap(plan: Plan, trace: Trace, *, moments_ahead: int | None, goes_down: Collection[PlaneRef] = ()) -> Plan:
@@ -60,11 +63,11 @@ class _Moved:
     write_backs: list[Action] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaving:
-    """A dirty unit that leaves the tier that computes at a moment: from when it may, and the moment at which its write-back can begin."""
+class _Leaving(NamedTuple):
+    """A dirty unit that leaves the tier that computes: its write-back, what ends that, from when it may leave, and when the write-back can begin."""
 
-    ref: PlaneRef
+    copy: Issue
+    ends: list[Action]
     earliest: int
     write_back: int
 
@@ -80,7 +83,6 @@ class _Overlap:
         self._below = self._compute.below
 
         self._moved: dict[int, _Moved] = defaultdict(_Moved)
-        self._kept: list[list[Action]] = []
         self._free = FreeSlots(self._free_slots())
         self._pins = self._all_pins()
         # What leaves at a moment, and when it has left.
@@ -91,18 +93,20 @@ class _Overlap:
         self._last_issue = 0
 
     def plan(self, goes_down: Collection[PlaneRef]) -> Plan:
-        for index, actions in enumerate(self._plan.moments):
-            self._drop_unused(index, actions)
+        by_unit = [_by_unit(actions) for actions in self._plan.moments]
+        for index, units in enumerate(by_unit):
+            self._drop_unused(index, units)
+        kept = []
         for index, moment in enumerate(self._trace.moments):
-            self._kept.append(self._move(index, self._plan.moments[index]))
-            for touch in moment.touches:
-                if touch.writes:
-                    self._written[touch.ref] = index
-                if touch.tier not in (None, self._compute):
-                    self._since[touch.ref] = index + 1
-        moments = [self._together(index, kept) for index, kept in enumerate(self._kept)]
+            kept.append(self._move(index, by_unit[index]) if by_unit[index] else [])
+            for ref, writes, tier in moment.touches:
+                if writes:
+                    self._written[ref] = index
+                if tier not in (None, self._compute):
+                    self._since[ref] = index + 1
+        moments = [self._together(index, own) for index, own in enumerate(kept)]
         self._wait_for_updates_late(moments)
-        end = self._descend(moments, goes_down)
+        end = self._descend(moments, goes_down) if goes_down else self._plan.end
         return replace(self._plan, moments=tuple(map(tuple, moments)), end=end)
 
     def _descend(self, moments: list[list[Action]], goes_down: Collection[PlaneRef]) -> Snapshot:
@@ -134,8 +138,6 @@ class _Overlap:
         for moment, actions in zip(self._trace.moments, plan.moments, strict=True):
             peak = 0  # something may come before something else has left
             for action in actions:
-                if isinstance(action, Wait):
-                    continue
                 taken = slots_taken(action, self._compute)
                 used += taken
                 if taken > 0 and used > peak:
@@ -143,47 +145,53 @@ class _Overlap:
             free.append((budget - moment.nonmodel_bytes) // plan.start.slot_bytes - max(peak, used))
         return free
 
-    def _move(self, index: int, actions: Sequence[Action]) -> list[Action]:
+    def _move(self, index: int, by_unit: dict[PlaneRef, list[Action]]) -> list[Action]:
         """Moves what can be moved from a moment to earlier ones; what stays."""
-        if not actions:
-            return []
-        by_unit: dict[PlaneRef, list[Action]] = defaultdict(list)
-        for action in actions:
-            by_unit[action.of].append(action)
-        leaving = [found for ref, own in by_unit.items() if (found := self._leaving(ref, own, index))]
+        coming, going, leaving = self._transfers(index, by_unit)
         for one in leaving:
-            self._free.add(self._slots[one.ref], one.earliest, index)  # if they are needed
-        early = {ref: at for ref, own in by_unit.items() if (at := self._arrive(ref, own, index)) < index}
-        gone = self._drop_early(leaving, min(early.values(), default=index), index)
+            self._free.add(one.copy.slots, one.earliest, index)  # if they are needed
+        early = [(at, copy) for copy in coming if (at := self._arrive(copy.of, index)) < index]
+        self._since.update(dict.fromkeys(by_unit, index))
+        gone = self._drop_early(leaving, min((at for at, _ in early), default=index), index)
         for ref, at in self._dropped[index].items():
-            gone[ref] = list(by_unit[ref])
+            gone += by_unit[ref]
             self._since[ref] = at
-        for ref, at in early.items():
-            self._moved[at].copies += filter(is_copy, by_unit[ref])
-        for ref, own in by_unit.items():
-            at = self._goes_down(ref, own, index)
+        for at, copy in early:
+            gone.append(copy)
+            self._moved[at].copies.append(copy)
+        for copy in going:
+            at = self._goes_down(copy.of, index)
             if at < index:
-                early[ref] = at
-                self._moved[at].write_backs += filter(is_copy, own)
-        self._note_places(actions, gone, index)
-        return [
-            action
-            for action in actions
-            if not ((action.of in early and is_copy(action)) or action in gone.get(action.of, ()))
-        ]
+                gone.append(copy)
+                self._moved[at].write_backs.append(copy)
+        moved = set(map(id, gone))
+        return [action for action in self._plan.moments[index] if id(action) not in moved]
 
-    def _leaving(self, ref: PlaneRef, own: Sequence[Action], index: int) -> _Leaving | None:
-        """A unit whose actions at a moment write it back directly to the tier below, and drop it; None where they do not, or it can go no earlier."""
-        match own:
-            case [Issue(Work(_, _, self._below), self._compute), Wait(), Drop(_, self._compute)]:
-                if self._plan.start.home[ref] is not self._below:
-                    return None
-            case _:
-                return None
-        begins = self._not_pinned(ref, max(index - self._ahead, self._written.get(ref, -1) + 1, 0))
+    def _transfers(
+        self, index: int, by_unit: dict[PlaneRef, list[Action]]
+    ) -> tuple[list[Issue], list[Issue], list[_Leaving]]:
+        """The transfers of a moment from the tier below, those to it, and those of what leaves: of units with which nothing else is done then."""
+        coming, going, leaving = list[Issue](), list[Issue](), list[_Leaving]()
+        for ref, own in by_unit.items():
+            copy, last = own[0], own[-1]
+            if isinstance(last, Issue):  # a creation: it alone is not waited for
+                self._written[ref] = index
+            elif is_copy(copy) and own[1] == Wait(copy.work):
+                if copy.work.tier is self._compute and len(own) == 2:
+                    coming.append(copy)
+                elif copy.src is self._compute and self._plan.start.home[ref] is self._below:
+                    if len(own) == 2:
+                        going.append(copy)
+                    elif (found := self._leaving(copy, own[1:], index)) is not None:
+                        leaving.append(found)
+        return coming, going, leaving
+
+    def _leaving(self, copy: Issue, ends: list[Action], index: int) -> _Leaving | None:
+        """A unit that is written back directly to the tier below at a moment, and dropped; None where it can go no earlier."""
+        begins = self._not_pinned(copy.of, max(index - self._ahead, self._written.get(copy.of, -1) + 1, 0))
         if begins >= index:
             return None
-        return _Leaving(ref, max(self._unused_from(ref, index), (begins + index + 1) // 2), begins)
+        return _Leaving(copy, ends, max(self._unused_from(copy.of, index), (begins + index + 1) // 2), begins)
 
     def _unused_from(self, ref: PlaneRef, index: int) -> int:
         """The moment from which on nobody uses a unit until this one, as early as something may be."""
@@ -191,28 +199,25 @@ class _Overlap:
         before = bisect_left(pins, index)
         return max(index - self._ahead, pins[before - 1] + 1 if before else 0, 0)
 
-    def _drop_unused(self, index: int, actions: Sequence[Action]) -> None:
+    def _drop_unused(self, index: int, by_unit: dict[PlaneRef, list[Action]]) -> None:
         """Has what leaves at a moment without a transfer leave when it has been used for the last time."""
-        own = Counter(action.of for action in actions)
-        for action in actions:
-            if isinstance(action, Wait) and action.work.tier in (self._compute, self._below):
-                self._landed[action.of] = index + 1
-            elif isinstance(action, Drop) and action.tier is self._compute and own[action.of] == 1:
+        for ref, own in by_unit.items():
+            drop = own[0]
+            if len(own) == 1 and isinstance(drop, Drop) and drop.tier is self._compute:
                 # What was on its way as the plan began may land where nobody uses it.
-                at = max(self._unused_from(action.of, index), self._landed.get(action.of, 0))
+                at = max(self._unused_from(ref, index), self._landed.get(ref, 0))
                 if at < index:
-                    self._free.add(action.slots, at, index)
-                    self._moved[at].drops.append(action)
-                    self._dropped[index][action.of] = at
+                    self._free.add(drop.slots, at, index)
+                    self._moved[at].drops.append(drop)
+                    self._dropped[index][ref] = at
+            elif ref in self._plan.start.in_flight:
+                self._landed[ref] = index + 1
 
-    def _goes_down(self, ref: PlaneRef, own: Sequence[Action], index: int) -> int:
-        """The moment at which a unit that is used below, and stays, can begin to go there; the same moment where it does not, or not earlier."""
-        match own:
-            case [Issue(Work(_, _, self._below), self._compute), Wait(Work(_, _, self._below))] if (
-                self._plan.start.home[ref] is self._below and ref not in self._plan.start.in_flight
-            ):
-                return min(self._not_pinned(ref, max(index - self._ahead, self._written.get(ref, -1) + 1, 0)), index)
-        return index
+    def _goes_down(self, ref: PlaneRef, index: int) -> int:
+        """The moment at which a unit that is used below, and stays, can begin to go there; the same moment where it cannot earlier."""
+        if ref in self._plan.start.in_flight:
+            return index
+        return min(self._not_pinned(ref, max(index - self._ahead, self._written.get(ref, -1) + 1, 0)), index)
 
     def _not_pinned(self, ref: PlaneRef, first: int) -> int:
         """The first moment, from this on, at which nobody has a unit's address."""
@@ -222,14 +227,9 @@ class _Overlap:
             first, at = first + 1, bisect_right(pins, first)
         return first
 
-    def _arrive(self, ref: PlaneRef, own: Sequence[Action], index: int) -> int:
-        """The first moment from which on the slots of a unit that comes from the tier below, and does no more, are free until this one, which they
-        are no longer then; the same moment where it does not come."""
-        match own:
-            case [Issue(Work(_, _, self._compute), self._below), Wait(Work(_, _, self._compute))]:
-                at = index
-            case _:
-                return index
+    def _arrive(self, ref: PlaneRef, index: int) -> int:
+        """The first moment from which on a unit that comes has its slots free until this one; they are taken then."""
+        at = index
         if ref not in self._plan.start.in_flight:
             first = max(index - self._ahead, self._last_issue, self._since.get(ref, 0))
             at = self._free.enough_from(self._slots[ref], min(first, index), index)
@@ -237,31 +237,20 @@ class _Overlap:
         self._last_issue = max(self._last_issue, at)
         return at
 
-    def _drop_early(self, leaving: Iterable[_Leaving], first: int, index: int) -> dict[PlaneRef, list[Action]]:
-        """Notes what is written back early, and what leaves early, from when on something needs its slots; the actions of each that are moved."""
-        gone: dict[PlaneRef, list[Action]] = {}
+    def _drop_early(self, leaving: Iterable[_Leaving], first: int, index: int) -> list[Action]:
+        """Notes what is written back early, and what leaves early, from when on something needs its slots; the actions that are moved."""
+        gone = list[Action]()
         for one in leaving:
-            ref, slots = one.ref, self._slots[one.ref]
-            moved: list[Action] = [Issue.copy(ref, self._compute, self._below, slots)]
-            self._moved[one.write_back].write_backs += moved
+            copy, ends = one.copy, one.ends
+            self._moved[one.write_back].write_backs.append(copy)
+            gone.append(copy)
             at = max(one.earliest, first)
-            self._free.add(-slots, one.earliest, at)
+            self._free.add(-copy.slots, one.earliest, at)
             if at < index:
-                ends: list[Action] = [Wait.copy(ref, self._below), Drop(ref, self._compute, slots)]
                 self._moved[at].drops += ends
-                moved += ends
-            gone[ref] = moved
-            self._since[ref] = at
+                gone += ends
+            self._since[copy.of] = at
         return gone
-
-    def _note_places(self, actions: Iterable[Action], gone: Collection[PlaneRef], index: int) -> None:
-        """Notes what comes and goes at a moment, but for what has left before."""
-        for action in actions:
-            match action:
-                case Drop(ref, self._compute) | Wait(Work(_, ref, self._below)) if ref not in gone:
-                    self._since[ref] = index
-                case Issue(Work(WorkKind.CREATE, ref, self._compute)):
-                    self._written[ref] = index
 
     def _together(self, index: int, kept: list[Action]) -> list[Action]:
         """The actions of a moment: what stays there, and what has come."""
@@ -327,17 +316,17 @@ class _Later:
     def note(self, index: int, moment: Moment, actions: Iterable[Action], compute: Tier) -> None:
         """Notes a moment, the one before those that have been noted."""
         for action in actions:
-            match action:
-                case Wait(Work(_, ref)):
-                    self._needed[ref] = index
-                case Drop(ref, tier, _) if ref.plane == GRAD and tier is compute:
-                    self.drops[ref] = index
-                case Drop(ref, tier, _):
-                    self._taken[ref, tier] = index
+            if isinstance(action, Wait):
+                self._needed[action.of] = index
+            elif isinstance(action, Drop):
+                if action.of.plane == GRAD and action.tier is compute:
+                    self.drops[action.of] = index
+                else:
+                    self._taken[action.of, action.tier] = index
         for touch in moment.touches:
             if moment.updates is not None and touch.ref.plane == WEIGHT:
                 # Updates of a run's weight on one tier do not wait for each other.
-                for tier in Tier:
+                for tier in _TIERS:
                     if tier is not (touch.tier or compute):
                         self._taken[touch.ref, tier] = index
             else:
@@ -348,5 +337,12 @@ class _Later:
         """The first moment that needs an update of a unit on a tier to be over, or this one."""
         at = min(self._needed.get(ref, last), self._taken.get((ref, tier), last))
         if ref.plane == GRAD:  # it may be on its way, and its slots at either end be taken
-            at = min(at, *(self._taken.get((ref, other), last) for other in Tier))
+            at = min(at, *(self._taken.get((ref, other), last) for other in _TIERS))
         return at
+
+
+def _by_unit(actions: Iterable[Action]) -> dict[PlaneRef, list[Action]]:
+    found: dict[PlaneRef, list[Action]] = {}
+    for action in actions:
+        found.setdefault(action.of, []).append(action)
+    return found

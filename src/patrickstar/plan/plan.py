@@ -1,4 +1,4 @@
-"""A plan: what to do before each moment of a trace. Immutable, comparable, printable; the text parses back.
+"""A plan: what to do before each moment of a trace. Immutable, comparable, printable.
 
     plan of 300 moments by next-use
     layout 0f3a5c7e9b1d2468
@@ -19,15 +19,13 @@ A plan starts from a snapshot and leads to one (`plan/snapshot.py`).
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
 
 from patrickstar.core.machine import Machine
 from patrickstar.core.planes import PlaneRef
-from patrickstar.plan.actions import Action, parse_action
+from patrickstar.plan.actions import Action
 from patrickstar.plan.snapshot import Snapshot
 
 
@@ -68,45 +66,9 @@ class Plan:
         lines += [f"frees {index}: {', '.join(map(str, refs))}" for index, refs in sorted(self.freed_after().items())]
         return "\n".join([*lines, f"end {self.end}"])
 
-    @classmethod
-    def parse(cls, text: str) -> Plan:
-        """The plan that prints as `text`. ValueError: `text` is not the print of a plan, or was cut short."""
-        found = _PLAN.fullmatch(text.strip())
-        if not found:
-            raise ValueError(f"{text[:40]!r}... is not the print of a whole plan")
-        moments: list[tuple[Action, ...]] = [()] * int(found["n_moments"])
-        frees: list[tuple[int, PlaneRef]] = []
-        for line in found["body"].splitlines():
-            head, _, rest = line.partition(": ")
-            if head.startswith("frees "):
-                index = int(head.removeprefix("frees "))
-                frees += [(index, PlaneRef.parse(ref)) for ref in rest.split(", ")]
-            elif int(head) >= len(moments):
-                raise ValueError(f"line {head} in a plan of {len(moments)} lines")
-            else:
-                moments[int(head)] = tuple(map(parse_action, rest.split(", ")))
-        return cls(
-            layout=found["layout"],
-            policy=found["policy"],
-            machine=Machine.parse(found["machine"]),
-            start=Snapshot.parse(found["start"]),
-            moments=tuple(moments),
-            end=Snapshot.parse(found["end"]),
-            frees=tuple(frees),
-        )
-
     def digest(self) -> str:
         """Equal for equal plans: 16 hexadecimal digits over the text."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
-
-
-_PLAN: Final = re.compile(
-    r"plan of (?P<n_moments>\d+) moments by (?P<policy>\S+)\n"
-    r"layout (?P<layout>\S+)\nmachine (?P<machine>[^\n]+)\n"
-    r"start (?P<start>on [^\n]+(?:\n  [^\n]+)*)\n"
-    r"(?P<body>(?:(?:frees )?\d+: [^\n]+\n)*)"
-    r"end (?P<end>on [^\n]+(?:\n  [^\n]+)*)"
-)
 
 
 def frees_by_moment(frees: Iterable[tuple[int, PlaneRef]]) -> dict[int, list[PlaneRef]]:

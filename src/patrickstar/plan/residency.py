@@ -24,6 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Final, NamedTuple, NoReturn
 
@@ -36,7 +38,6 @@ from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work, WorkKind
 from patrickstar.plan.snapshot import Snapshot
 from patrickstar.plan.works import Place, reads, units_of, writes
 
-_DEPTH: Final = MappingProxyType({Tier.DEVICE: 0, Tier.HOST: 1, Tier.DISK: 2})
 _ALONE: Final = MappingProxyType({tier: frozenset((tier,)) for tier in Tier})
 
 
@@ -324,7 +325,7 @@ def _copy(state: Residency, action: Issue, src: Tier) -> None:
     home, newest = state.home[ref], state.newest.get(ref, ())
     if ref in state.under_way and state.flight(ref):
         _refuse(5, action, "an earlier transfer of it has not been waited for")
-    if not _is_leg(src, dst, state.compute, home):
+    if (src, dst) not in _legs(state.compute, home):
         _refuse(9, action, f"it rests on the {home.label}, and this is not its way there or back")
     takes = dst is state.compute or dst is not home
     if takes and ref in state.taken[dst]:
@@ -335,16 +336,19 @@ def _copy(state: Residency, action: Issue, src: Tier) -> None:
         _expect_unused(state, action, ref, dst)
     # From where it is written a transfer may be issued: it begins when that is over.
     _begin(state, action)
-    state.newest[ref] = frozenset(newest) - {dst}
+    if dst in newest:
+        state.newest[ref] -= {dst}
     if takes:
         state.taken[dst].add(ref)
         state.slots_used[dst] += action.slots
 
 
-def _is_leg(src: Tier, dst: Tier, compute: Tier, home: Tier) -> bool:
-    """Tells whether a copy from `src` to `dst` is on the way between the compute tier and a home below it."""
-    upper, lower = sorted((_DEPTH[src], _DEPTH[dst]))
-    return lower == upper + 1 and _DEPTH[compute] <= upper and lower <= _DEPTH[home]
+@cache
+def _legs(compute: Tier, home: Tier) -> Collection[tuple[Tier, Tier]]:
+    """The ways from a tier to its neighbour between the tier that computes and a home below it, down and up."""
+    tiers = list(Tier)
+    way = tiers[tiers.index(compute) : tiers.index(home) + 1]
+    return frozenset((*pairwise(way), *pairwise(reversed(way))))
 
 
 def ended_by(state: Residency, wait: Wait) -> list[Issue]:
@@ -414,7 +418,8 @@ def _create(state: Residency, action: Issue) -> None:
         _refuse(4, action, "it has contents")
     if any(ref in refs for refs in state.taken.values()):
         _refuse(5, action, "it has slots already")
-    if not (tier is state.compute or _is_leg(state.compute, tier, state.compute, state.home[ref])) or tier is Tier.DISK:
+    is_on_the_way = tier is state.compute or (state.compute, tier) in _legs(state.compute, state.home[ref])
+    if not is_on_the_way or tier is Tier.DISK:
         _refuse(9, action, "first contents are made in memory on its way home")
     state.newest[ref] = _ALONE[tier]  # there is no wait: whoever fills the slots has it over before their first use
     if state.has_slots_to_take(ref, tier):

@@ -1,6 +1,6 @@
 """Snapshots: where every unit is between two moments. What a plan starts from, and what it leads to.
 
-A snapshot prints a line per plane, home and condition, and parses back:
+A snapshot prints a line per plane, home and condition:
 
     on D, slots of 4096 bytes
       exp_avg H free 0-7
@@ -14,13 +14,11 @@ A word after the comma is of a copy on the host, one after the colon the way of 
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import Final
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
@@ -124,74 +122,7 @@ class Snapshot:
             for first, last, slots in spans
         ]
 
-    @classmethod
-    def parse(cls, text: str) -> Snapshot:
-        """The snapshot that prints as `text`. ValueError: `text` is not the print of a snapshot."""
-        head, *lines = text.splitlines()
-        found = _HEAD.fullmatch(head)
-        if not found:
-            raise ValueError(f'{head!r} is not the first line of a snapshot, such as "on D, slots of 4096 bytes"')
-        compute = Tier(found["compute"])
-        home: dict[PlaneRef, Tier] = {}
-        slots: dict[PlaneRef, int] = {}
-        newest: dict[PlaneRef, frozenset[Tier]] = {}
-        taken: dict[Tier, set[PlaneRef]] = {tier: set() for tier in memory_tiers(compute)}
-        in_flight: dict[PlaneRef, tuple[Tier, Tier]] = {}
-        for line in lines:
-            plane, letter, word, *spans = line.strip().split(" ")
-            tier = Tier(letter)
-            tiers, copies, flight = _parse_word(word, compute=compute, home=tier)
-            for chunk, times in _chunks(spans):
-                ref = PlaneRef(chunk, plane)
-                if ref in home:
-                    raise ValueError(f"{ref} stands twice in a snapshot")
-                home[ref], slots[ref] = tier, times
-                if tiers:
-                    newest[ref] = tiers
-                if flight:
-                    in_flight[ref] = flight
-                for copy in copies:
-                    taken[copy].add(ref)
-        return cls(compute, int(found["slot_bytes"]), home, slots, newest, taken, in_flight)
-
-
-_HEAD: Final = re.compile(r"on (?P<compute>[DHK]), slots of (?P<slot_bytes>\d+) bytes")
-_WORD: Final = re.compile(r"(?P<here>[a-z]+)(?:,(?P<cached>[a-z]+))?(?::(?P<src>[DHK])>(?P<dst>[DHK]))?")
-_SPAN: Final = re.compile(r"(\d+)(?:-(\d+))?(?:x(\d+))?")
-
 
 def memory_tiers(compute: Tier) -> tuple[Tier, ...]:
     """The tiers that have slots: that which computes, and the host below a device."""
     return (compute,) if compute is Tier.HOST else (compute, Tier.HOST)
-
-
-def _parse_word(word: str, *, compute: Tier, home: Tier) -> tuple[frozenset[Tier], set[Tier], tuple[Tier, Tier] | None]:
-    """The tiers that hold the last contents of a unit in such a condition, those where it has slots, and its transfer under way."""
-    found = _WORD.fullmatch(word)
-    if not found:
-        raise ValueError(f'{word!r} is no condition, such as "away", "clean,dirty" or "away:H>D"')
-    here, cached = Condition(found["here"]), Condition(found["cached"]) if found["cached"] else None
-    flight = (Tier(found["src"]), Tier(found["dst"])) if found["src"] else None
-    copies = set() if here in (Condition.FREE, Condition.AWAY) else {compute}
-    if cached is not None:
-        copies.add(Tier.HOST)
-    if flight and (flight[1] is compute or flight[1] is not home):
-        copies.add(flight[1])
-    if here in (Condition.FREE, Condition.VOID):
-        return frozenset(), copies, flight
-    newest = set[Tier]() if here in (Condition.AWAY, Condition.STALE) else {compute}
-    if cached in (Condition.CLEAN, Condition.DIRTY):
-        newest.add(Tier.HOST)
-    if cached is not Condition.DIRTY and here is not Condition.DIRTY:
-        newest.add(home)
-    return frozenset(newest), copies, flight
-
-
-def _chunks(spans: Iterable[str]) -> Iterable[tuple[int, int]]:
-    for span in spans:
-        found = _SPAN.fullmatch(span)
-        if not found:
-            raise ValueError(f'{span!r} is no chunks, such as "0-5", "7" or "9x4"')
-        first, last, slots = found.groups()
-        for chunk in range(int(first), int(last or first) + 1):
-            yield chunk, int(slots or 1)

@@ -6,7 +6,6 @@ Moves go in rounds. In each, transfers of a kind are all issued before the first
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
@@ -15,6 +14,9 @@ from patrickstar.plan.residency import Residency
 
 Order = Callable[[Tier, Iterable[PlaneRef]], Iterable[PlaneRef]]
 """Orders candidates for leaving a tier, best first. It may offer others as well: those are passed over."""
+
+# The parts of a round, in order: waits for what was under way, what leaves the host, what leaves the tier that computes, what comes there.
+_LANDS, _HOST, _HOST_ENDS, _OUT, _OUT_ENDS, _INTO, _ONWARD, _INTO_ENDS = range(8)
 
 
 class NoRoom(Exception):  # noqa: N818 - not an error yet: planner and pilot turn it into a BudgetError with names
@@ -27,26 +29,6 @@ class NoRoom(Exception):  # noqa: N818 - not an error yet: planner and pilot tur
         self.tier = tier
         self.needed_slots = needed_slots
         self.capacity_slots = capacity_slots
-
-
-@dataclass(slots=True)
-class _Round:
-    """Actions of a round, in the order of its parts: what leaves the host, what leaves the tier that computes, what comes there."""
-
-    host: list[Action] = field(default_factory=list)
-    host_ends: list[Action] = field(default_factory=list)
-    out: list[Action] = field(default_factory=list)
-    out_ends: list[Action] = field(default_factory=list)
-    into: list[Action] = field(default_factory=list)
-    onward: list[Action] = field(default_factory=list)
-    into_ends: list[Action] = field(default_factory=list)
-    entered: list[PlaneRef] = field(default_factory=list)  # the host
-    read: set[PlaneRef] = field(default_factory=set)  # from there
-
-    def actions(self) -> list[Action]:
-        return [
-            *self.host, *self.host_ends, *self.out, *self.out_ends, *self.into, *self.onward, *self.into_ends,
-        ]  # fmt: skip
 
 
 class Staging:
@@ -69,7 +51,9 @@ class Staging:
         self._landed: set[PlaneRef] = set()  # what was under way, and is waited for
         self._used: set[PlaneRef] = set()  # on the host, by what comes next
         self._actions: list[Action] = []
-        self._round = _Round()
+        self._round: list[list[Action]] = [[] for _ in range(8)]  # by part
+        self._entered: list[PlaneRef] = []  # the host, in this round
+        self._read: set[PlaneRef] = set()  # from there, in this round
 
     def actions(self) -> list[Action]:
         """All that has been collected, in order."""
@@ -82,7 +66,7 @@ class Staging:
             self._landed.add(ref)
             flight = self._state.flight(ref)
             assert flight is not None, f"{ref} is not on its way"
-            self._round.host.insert(0, Wait.copy(ref, flight[1]))
+            self._round[_LANDS].append(Wait.copy(ref, flight[1]))
 
     def drop_stale(self, refs: Iterable[PlaneRef]) -> None:
         """Gives slots of these on the tier that computes back, and all of the host's that nobody wants."""
@@ -99,36 +83,35 @@ class Staging:
         """Takes a unit off the tier that computes."""
         state, compute = self._state, self._state.compute
         self._gone.add(ref)
-        if compute in (state.flight(ref) or ()):
+        if state.under_way and compute in (state.flight(ref) or ()):
             self.land(ref)
         elif state.is_dirty(ref, compute):
             self._take_down(ref)
-        self._round.out_ends.append(Drop(ref, compute, state.slots[ref]))
+        self._round[_OUT_ENDS].append(Drop(ref, compute, state.slots[ref]))
 
     def _take_down(self, ref: PlaneRef) -> None:
         """Copies what only the tier that computes has to the next one."""
-        state = self._state
-        self._reserve(ref, state.compute.below)
-        self._round.out.append(Issue.copy(ref, state.compute, state.compute.below, state.slots[ref]))
-        self._round.out_ends.append(Wait.copy(ref, state.compute.below))
+        compute = self._state.compute
+        self._reserve(ref, compute.below)
+        down = Issue.copy(ref, compute, compute.below, self._state.slots[ref])
+        self._round[_OUT].append(down)
+        self._round[_OUT_ENDS].append(Wait(down.work))
 
     def fetch(self, ref: PlaneRef) -> None:
         """Brings a unit to the tier that computes: with its contents, or full of zeros where it has none."""
         state = self._state
         compute, slots = state.compute, state.slots[ref]
         if state.is_free(ref):
-            self._round.into.append(Issue.create(ref, compute, slots))
+            self._round[_INTO].append(Issue.create(ref, compute, slots))
             return
-        if compute is Tier.HOST:
-            self._round.into.append(Issue.copy(ref, Tier.DISK, compute, slots))
-        elif self._is_on_host(ref):
-            self._round.into.append(Issue.copy(ref, Tier.HOST, compute, slots))
-            self._round.read.add(ref)
+        if compute is Tier.HOST or self._is_on_host(ref):
+            self._round[_INTO].append(Issue.copy(ref, compute.below, compute, slots))
+            self._read.add(ref)
         else:
             self._reserve(ref, Tier.HOST)
-            self._round.into.append(Issue.copy(ref, Tier.DISK, Tier.HOST, slots))
-            self._round.onward += [Wait.copy(ref, Tier.HOST), Issue.copy(ref, Tier.HOST, compute, slots)]
-        self._round.into_ends.append(Wait.copy(ref, compute))
+            self._round[_INTO].append(Issue.copy(ref, Tier.DISK, Tier.HOST, slots))
+            self._round[_ONWARD] += [Wait.copy(ref, Tier.HOST), Issue.copy(ref, Tier.HOST, compute, slots)]
+        self._round[_INTO_ENDS].append(Wait.copy(ref, compute))
 
     def use_on_host(self, ref: PlaneRef, *, writes: bool) -> None:
         """Brings a unit to the host, below a device; where it is written there, it leaves the device."""
@@ -140,15 +123,15 @@ class Staging:
             pass
         elif state.is_free(ref):
             self._reserve(ref, Tier.HOST)
-            self._round.into.append(Issue.create(ref, Tier.HOST, slots))
+            self._round[_INTO].append(Issue.create(ref, Tier.HOST, slots))
         elif state.is_newest(ref, device) and is_here:
             self._take_down(ref)
         else:
             self._reserve(ref, Tier.HOST)
-            self._round.into += [Issue.copy(ref, Tier.DISK, Tier.HOST, slots), Wait.copy(ref, Tier.HOST)]
+            self._round[_INTO] += [Issue.copy(ref, Tier.DISK, Tier.HOST, slots), Wait.copy(ref, Tier.HOST)]
         self._used.add(ref)
         if is_here and writes:
-            self._round.out_ends.append(Drop(ref, device, slots))
+            self._round[_OUT_ENDS].append(Drop(ref, device, slots))
             self._gone.add(ref)
 
     def _is_on_host(self, ref: PlaneRef) -> bool:
@@ -164,14 +147,14 @@ class Staging:
             self._make_host_room(state.slots[ref])
             self._host_free -= state.slots[ref]
         if tier is Tier.HOST:
-            self._round.entered.append(ref)
+            self._entered.append(ref)
 
     def _make_host_room(self, slots: int) -> None:
         while self._host_free < slots:
             victim = next(self._host_victims(), None)
             if victim is not None:
                 self._leave_host(victim)
-            elif self._round.entered or self._round.read:
+            elif self._entered or self._read:
                 self._end_round()
             else:
                 raise NoRoom(Tier.HOST, self._host_slots - self._host_free + slots, self._host_slots)
@@ -179,7 +162,7 @@ class Staging:
     def _host_victims(self) -> Iterator[PlaneRef]:
         """Units that may leave the host now, best first: those for which the device has just got a copy, and those that are wanted there last."""
         state = self._state
-        stays = {*self._left, *self._used, *self._round.entered, *self._round.read}
+        stays = {*self._left, *self._used, *self._entered, *self._read}
         below = [ref for ref in self._came if ref not in stays and state.home[ref] is Tier.DISK]
         yield from (ref for ref in below if not state.is_dirty(ref, state.compute))
         taken, stale = state.taken[Tier.HOST], state.stale[Tier.HOST]
@@ -192,19 +175,21 @@ class Staging:
         yield from (ref for ref in below if state.is_dirty(ref, state.compute))
 
     def _leave_host(self, ref: PlaneRef) -> None:
-        state, step = self._state, self._round
+        state = self._state
         slots, flight = state.slots[ref], state.flight(ref)
         self._left.add(ref)
         self._host_free += slots
         if flight:
             self.land(ref)
         if not state.is_newest(ref, Tier.DISK) and flight != (Tier.HOST, Tier.DISK):
-            step.host.append(Issue.copy(ref, Tier.HOST, Tier.DISK, slots))
-            step.host_ends.append(Wait.copy(ref, Tier.DISK))
-        step.host_ends.append(Drop(ref, Tier.HOST, slots))
+            self._round[_HOST].append(Issue.copy(ref, Tier.HOST, Tier.DISK, slots))
+            self._round[_HOST_ENDS].append(Wait.copy(ref, Tier.DISK))
+        self._round[_HOST_ENDS].append(Drop(ref, Tier.HOST, slots))
 
     def _end_round(self) -> None:
-        self._actions += self._round.actions()
-        self._came.update(dict.fromkeys(self._round.entered))
-        self._left.difference_update(self._round.entered)
-        self._round = _Round()
+        for part in self._round:
+            self._actions += part
+            part.clear()
+        self._came.update(dict.fromkeys(self._entered))
+        self._left.difference_update(self._entered)
+        self._entered, self._read = [], set()

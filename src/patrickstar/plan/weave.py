@@ -38,12 +38,13 @@ def weave(trace: Trace, updates: Trace, *, state: Residency, capacity_bytes: int
     room = capacity_bytes - sum(map(state.unit_bytes, at_home))
     alive = max((_alive_bytes(trace.moments[index], state, at_home) for index in forward), default=0)
     before: dict[int, list[Moment]] = {}
-    in_order = sorted(updates.moments, key=lambda update: _due(update, first_use, last))
+    due = {update.updates: _due(update, first_use, last) for update in updates.moments}
+    in_order = sorted(updates.moments, key=lambda update: due[update.updates])
     for number, update in enumerate(in_order):
         own = update.nonmodel_bytes + sum(state.unit_bytes(ref) for ref in pinned_at(update) if ref not in at_home)
         # What is updated elsewhere has to go there, and the weight has to come back.
         timely = update if update.update_tier is None else in_order[max(0, number - _AHEAD)]
-        at = _due(timely, first_use, last) if own + alive <= room else 0
+        at = due[timely.updates] if own + alive <= room else 0
         kept = max(0, min(kept_bytes, room - own))
         before.setdefault(at, []).append(_as_at(update, trace, at, kept_bytes=kept))
     woven: list[Moment] = []
