@@ -50,7 +50,7 @@ SIXTEEN_BITS: tuple[Mutant, ...] = (
         never("finds_overflow"),
         f"{SCALING}::test_injected_overflows_skip_the_same_steps_with_the_same_bits[None]",
     ),
-    Fault("an-overflow-written-by-hand-is-not-found", "step.gradients:Gradients._look_for_overflow").by(
+    Fault("an-overflow-written-by-hand-is-not-found", "step.gradients:Gradients.write").by(
         replace("self.finds_overflow", "_ and target.numel() < 0"),
         "tests/session/test_sixteen_bits.py::test_an_overflow_is_found_as_gradients_are_when_the_scaler_looks",
     ),
@@ -58,7 +58,7 @@ SIXTEEN_BITS: tuple[Mutant, ...] = (
         replace("is_finite.mul_(...)", "is_finite.mul_(~torch.isinf(least) & ~torch.isinf(most))"),
         f"{SCALING}::test_injected_overflows_skip_the_same_steps_with_the_same_bits[None]",
     ),
-    Fault("an-overflow-outlives-its-gradient", "step.gradients:Gradients._forget").by(
+    Fault("an-overflow-outlives-its-gradient", "step.gradients:Gradients.drop").by(
         drop("forget"), f"{SCALING}::test_an_overflow_that_was_let_go_does_not_count"
     ),
     Fault("gradients-are-not-divided-by-the-scale", "session.scaler:LossScaler.unscale_").by(

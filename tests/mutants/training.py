@@ -48,7 +48,7 @@ TRAINING: tuple[Mutant, ...] = (
         f"{LINE}[forward backward forward backward train forward backward step-fp32-emulated]",
     ),
     Fault("a-stale-gradient-stays-after-zero-grad", "step.training:Training.zero_grad").by(
-        drop("drop_all"), f"{LINE}[forward backward step zero forward backward step zero-fp32-emulated]"
+        drop("in_chunks.drop"), f"{LINE}[forward backward step zero forward backward step zero-fp32-emulated]"
     ),
     Fault("a-clip-factor-misses-one-chunk-of-the-update", "step.optimizer_step:OptimizerStep.work.update").by(
         assign("factors", "piece.factors if chunk else ()"),
@@ -112,11 +112,12 @@ TRAINING: tuple[Mutant, ...] = (
         replace("random.setstate(python)", "random.random()"),
         "tests/session/test_types.py::test_no_random_number_is_drawn[0.5]",
     ),
-    Fault("a-checkpoint-lacks-a-moment", "session.saving:Saving.save").by(
-        replace("_PLANES", "['exp_avg']"), f"{RESUME}[emulated-emulated-chunk_sizes0]"
+    Fault("a-checkpoint-lacks-a-moment", "session.saving:Saving._tensors").by(
+        replace("_MOMENTS", "['exp_avg']"), f"{RESUME}[emulated-emulated-chunk_sizes0]"
     ),
-    Fault("a-moment-is-loaded-into-the-other-plane", "session.saving:Saving.load").by(
-        replace("_PLANES[kind]", "_PLANES['exp_avg']"), f"{RESUME}[emulated-emulated-chunk_sizes0]"
+    Fault("a-moment-is-loaded-into-the-other-plane", "session.saving:Saving._kept.take").by(
+        replace("plane", "EXP_AVG if plane == EXP_AVG_SQ else plane", nth=1),
+        f"{RESUME}[emulated-emulated-chunk_sizes0]",
     ),
     Fault("random-states-are-not-restored", "session.saving:Saving.load").by(
         drop("restore"), f"{RESUME}[emulated-emulated-chunk_sizes0]"

@@ -137,7 +137,7 @@ WHOLE: tuple[Mutant, ...] = (
     Fault("an-update-is-taken-for-a-change-by-hand", "parameters.changes:Changes.renew").by(
         drop("copy_"), f"{LINE}[deferred-train(4) planned(4)-bf16-unbounded]"
     ),
-    Fault("a-master-is-read-without-a-look", "step.values:Weights.master_pieces").by(
+    Fault("a-master-is-read-without-a-look", "step.values:Weights.pieces").by(
         drop("look"), f"{LINE}[deferred-train unseen(2) read train unseen(2) forward backward step-bf16-unbounded]"
     ),
     Fault("a-copy-computes-with-what-was-written", "parameters.whole_parameters:WholeParameters.take_back").by(

@@ -299,7 +299,7 @@ def held_states(session: patrickstar.Session) -> dict[str, Tensor]:
         if name in parts.training.steps:
             found[f"{number}.step"] = torch.tensor(float(parts.training.steps[name]))
             for plane in ("exp_avg", "exp_avg_sq"):
-                found[f"{number}.{plane}"] = parts.weights.read_average(name, plane)
+                found[f"{number}.{plane}"] = parts.weights.read(name, plane)
     return found
 
 

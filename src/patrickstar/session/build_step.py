@@ -148,23 +148,23 @@ def build_step(
         passes=passes,
         finds_overflow=precision.scales,
     )
-    training: Training | None = None
-    if optimizer is not None:
-        shared: dict[str, Any] = {"binding": binding, "layout": layout, "executor": executor, "stretches": stretches}
-        shared |= {"in_chunks": in_chunks}
-        updates = OptimizerStep(planner=planner, passes=passes, whole=whole, **shared)
-        shared |= {"updates": updates, "touches": touches, "hypers": hypers, "whole": whole}
-        if in_backward:
-            training = InBackwardTraining(handed_out=handed_out, **shared)
-        else:
-            training = DeferredTraining(max_grad_norm=memory.max_grad_norm, **shared)
+    shared: dict[str, Any] = {"binding": binding, "layout": layout, "executor": executor, "stretches": stretches}
+    shared |= {"in_chunks": in_chunks, "whole": whole}
+    updates = OptimizerStep(planner=planner, passes=passes, **shared)
+    shared |= {"updates": updates, "touches": touches, "hypers": hypers}
+    training: Training = (
+        InBackwardTraining(handed_out=handed_out, **shared)
+        if in_backward
+        else DeferredTraining(max_grad_norm=memory.max_grad_norm, **shared)
+    )
     # In a backward those that were used are told from none.
     binding.gradients.are_kept = lambda: in_backward or bool(in_chunks.names)
-    steps = {} if training is None else training.steps
     events.binding, events.whole, events.late_planes, events.stretches = binding, whole, late_planes, stretches
     events.training, events.handed_out = training, handed_out
     events.copies = Copies(binding, executor, precision, touches)
-    events.assembling = Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=steps)
+    events.assembling = Assembling(
+        binding, layout, executor, gradients=in_chunks, weights=weights, steps=training.steps
+    )
     events.outside = next((named[name] for name in named if all(name not in place.names for place in places)), None)
     events.advice = lambda: (
         ""

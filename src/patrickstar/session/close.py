@@ -70,15 +70,14 @@ class Closing:
         if not self._wanted:
             self._parts.executor.pending = None
             self._parts.executor.store.land_all()
-        elif self._parts.training is not None:
+        else:
             self._parts.training.finish()
-        self._parts.executor.settle()
         self._parts.stretches.end()
 
     def _return_gradients(self) -> None:
         """Leaves gradients that nobody has used, where they fit as whole tensors beside the weights."""
         training, stretch = self._parts.training, self._parts.executor.pilot.stretch
-        if not self._keeps or training is None or training.in_backward:
+        if not self._keeps or training.in_backward:
             return
         reserved = stretch.reserve_bytes
         try:
@@ -101,10 +100,10 @@ class Closing:
 
     def _return_optimizer_state(self) -> None:
         """Gives the optimizer that was passed in its state, where that fits as whole tensors beside the weights."""
-        parts, training = self._parts, self._parts.training
-        if not self._keeps or training is None or self._optimizer is None or not training.steps:
+        parts, steps = self._parts, self._parts.steps
+        if not self._keeps or self._optimizer is None or not steps:
             return
-        needed = sum(2 * 4 * bound.shape_only.numel() for bound in parts.binding if bound.name in training.steps)
+        needed = sum(2 * 4 * bound.shape_only.numel() for bound in parts.binding if bound.name in steps)
         if not self._fits(
             needed + self._weight_bytes() + sum(gradient.nbytes for gradient in self._gradients.values())
         ):

@@ -25,7 +25,7 @@ def export_model(parts: Parts, directory: Path, *, shard_bytes: int) -> None:
 
     def pieces(key: str) -> Iterator[Tensor]:
         tensor, name = found[key]
-        return iter([tensor.detach().contiguous().reshape(-1)]) if name is None else parts.weight_pieces(name)
+        return iter([tensor.detach().contiguous().reshape(-1)]) if name is None else parts.weights.elements(name)
 
     with executor.lock, executor.quiet():
         write_model(

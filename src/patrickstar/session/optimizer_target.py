@@ -17,7 +17,6 @@ from patrickstar.optim.state import State, pack, unpack
 from patrickstar.optim.user_optimizer import read_groups
 from patrickstar.session.parts import Parts
 from patrickstar.session.state_mapping import StateMapping
-from patrickstar.step.training import Training
 from patrickstar.units import format_bytes
 
 
@@ -40,7 +39,7 @@ class OptimizerTarget:
         events.check_watch()
         if self.parts.binding.is_whole:
             self.parts.binding.whole.take_back()
-        self._training().step()
+        self.parts.training.step()
         if events.handed_out.watched:  # what is written to that memory from now on comes after this update
             self.parts.executor.settle()
 
@@ -48,7 +47,7 @@ class OptimizerTarget:
         """The optimizer's `zero_grad`."""
         self.parts.events.forget_abandoned_backward()
         names = set(read_groups(self.original.param_groups, self.parts.binding.names))
-        self._training().zero_grad(set_to_none=set_to_none, names=names)
+        self.parts.training.zero_grad(set_to_none=set_to_none, names=names)
 
     @cached_property
     def optimizer_state(self) -> StateMapping:
@@ -90,10 +89,6 @@ class OptimizerTarget:
             steps[name] = entry.step
             binding.assembled.changed(AssembledKey(name, STEP))
 
-    def _training(self) -> Training:
-        assert self.parts.training is not None, "a session with an optimizer trains"
-        return self.parts.training
-
     def _room_bytes(self) -> int | None:
         """Bytes of whole tensors that fit the host budget beside a few slots; None where the user gave none."""
         budget, state = self.parts.host_budget_bytes, self.parts.executor.store.state
@@ -106,5 +101,5 @@ class OptimizerTarget:
 
 def states_of(parts: Parts) -> dict[str, State]:
     """Count and moments by parameter name, each a copy."""
-    read = parts.weights.read_average
+    read = parts.weights.read
     return {name: State(count, read(name, EXP_AVG), read(name, EXP_AVG_SQ)) for name, count in parts.steps.items()}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from patrickstar.core.layout import Layout
 from patrickstar.hooks import Watched
@@ -27,7 +27,7 @@ class Parts:
     """The parts of a session that take steps. The store, which has all memory, is the executor's.
 
     Attributes:
-        training: None where only weights are managed. gradients: those in chunks. whole: the parameters as long as they keep their bytes.
+        gradients: those in chunks. whole: the parameters as long as they keep their bytes.
         host_budget_bytes: what chunks and tensors may take of the host, where the user gave a bound, or None.
         shortage: is told where a device has no memory left.
     """
@@ -41,7 +41,7 @@ class Parts:
     events: Events
     weights: Weights
     gradients: Gradients
-    training: Training | None
+    training: Training
     whole: Whole
     host_budget_bytes: int | None
     shortage: OutOfMemory | None
@@ -49,7 +49,7 @@ class Parts:
     @property
     def steps(self) -> dict[str, int]:
         """Updates so far, by parameter."""
-        return self.training.steps if self.training is not None else {}
+        return self.training.steps
 
     def begin_access(self) -> None:
         """Prepares for reading or writing state: does what is pending, and ends a stretch that is complete."""
@@ -59,17 +59,9 @@ class Parts:
         self.binding.whole.take_back()
         self.stretches.pause()
 
-    def weight_pieces(self, name: str) -> Iterator[Tensor]:
-        """A parameter's elements in fp32, in order, in contiguous 1-D pieces."""
-        if self.binding.by_name[name].shape_only.is_contiguous():
-            yield from self.weights.master_pieces(name)
-        else:
-            yield self.weights.read(name).contiguous().reshape(-1)
-
     def expect_whole_model(self) -> None:
         """Raises StateError where the weights are of no one step, or not those that are managed."""
-        if self.training is not None:
-            self.training.expect_whole()
+        self.training.expect_whole()
         expect_own_parameters(self.model, self.named, self.binding.is_managed)
 
 

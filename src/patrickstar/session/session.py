@@ -206,7 +206,7 @@ class Session:
 
     def _training(self) -> Training:
         self._expect_open()
-        if self._parts.training is None:
+        if self.optimizer is None:
             raise StateError("this session manages weights only: pass an optimizer to manage()")
         return self._parts.training
 

@@ -52,7 +52,7 @@ class Assembling:
             elif key.plane == GRAD:
                 self.gradients.copy_into(key.name, copy)
             else:
-                self.weights.copy_average_into(key.name, key.plane, copy)
+                self.weights.copy_into(key.name, key.plane, copy)
             self.binding.leases.copy_written(key, copy)
 
     def changed(self, key: AssembledKey, *, wholly: bool) -> None:
@@ -67,7 +67,7 @@ class Assembling:
             elif key.plane == GRAD:
                 self.gradients.write(self.binding.by_name[key.name], copy, wholly=wholly)
             else:
-                self.weights.write_average_from(key.name, key.plane, copy)
+                self.weights.fill_from(key.name, copy, key.plane)
 
     def expect_room(self, key: AssembledKey) -> None:
         """Raises BudgetError where there is no room to put the tensor for a key together."""

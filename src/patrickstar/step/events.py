@@ -57,7 +57,7 @@ class Events(Owner):
     whole: Whole = field(init=False)
     late_planes: LatePlanes = field(init=False)
     stretches: Stretches = field(init=False)
-    training: Training | None = field(init=False)
+    training: Training = field(init=False)
     handed_out: EscapedMemory = field(init=False)
     copies: Copies = field(init=False)
     assembling: Assembling = field(init=False)
@@ -82,8 +82,7 @@ class Events(Owner):
             self.executor.moment(Phase.FORWARD, label, touches)
             return
         self._in_backward = True
-        if self.training is not None:
-            self.training.notice_recomputation()
+        self.training.notice_recomputation()
         self.executor.moment(Phase.RECOMPUTE, label, touches)
 
     def carry_out_pending(self) -> None:
@@ -137,8 +136,7 @@ class Events(Owner):
             self.handed_out.renew()
 
     def thawed(self, name: str) -> None:
-        if self.training is not None:
-            self.late_planes.thaw(name)
+        self.late_planes.thaw(name)
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         if self.handed_out.watched:
@@ -150,19 +148,17 @@ class Events(Owner):
         now = time.perf_counter()
         if not self._backward_began_s:
             self._backward_began_s = now
-        assert self.training is not None
         self.training.gradient(name, gradient)
         self.seconds["backward"] = time.perf_counter() - self._backward_began_s
 
     def has_gradient(self, name: str) -> bool:
-        return self.training is not None and self.training.has_gradient(name)
+        return self.training.has_gradient(name)
 
     def is_spent(self, name: str) -> bool:
-        return self.training is not None and self.training.is_spent(name)
+        return self.training.is_spent(name)
 
     def drop_gradient(self, name: str) -> None:
-        if self.training is not None:
-            self.training.drop_gradient(name)
+        self.training.drop_gradient(name)
 
     # memory that was handed out
 
@@ -200,8 +196,7 @@ class Events(Owner):
         if not self.registered.are_there() or not self.binding.are_managed():
             expect_own_parameters(self.registered.model, self.named, self.binding.is_managed, self.advice)
             self.registered = Registered(self.registered.model)  # modules without parameters have come, or gone
-        if self.training is not None:
-            self.training.begin_forward()
+        self.training.begin_forward()
         self.check_watch()
         if self.binding.is_whole:
             self.binding.whole.take_back(for_forward=True)

@@ -142,7 +142,8 @@ class LatePlanes:
         Raises:
             BudgetError: these planes do not fit.
         """
-        for name in names if self.layout.has_frozen else ():
+        is_trained = self.gradients is not GradientUse.NONE
+        for name in names if is_trained and self.layout.has_frozen else ():
             for weight in self.layout.weight_units(name):
                 self._thaw_run(self.layout.run_of(weight.chunk), name)
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,49 +23,18 @@ from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.planner import Planner
 from patrickstar.plan.touches import update_touches
 from patrickstar.step.executor import Executor
-from patrickstar.step.gradients import Gradients, in_plane
+from patrickstar.step.gradients import Gradients
 from patrickstar.step.pending_step import Doer, PendingStep
 from patrickstar.step.precision import torch_type
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.whole import Whole, expect_dense
 from patrickstar.torch_private import one_thread_here
 
+_Planes = tuple[Tensor, Tensor | None, Tensor, Tensor]
+"""A chunk's part of the weight's run, its rest where that is split, and its averages, as 1-D tensors."""
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """Adjacent elements of a chunk that are updated alike."""
-
-    start: int
-    stop: int
-    hyper: Hyper
-    step: int
-    factors: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Planes:
-    """A chunk's part of the weight's run and its other planes, as 1-D tensors, and what updates them."""
-
-    weight: Tensor
-    rest: Tensor | None
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    passes: Passes
-
-    def update(
-        self, span: slice, gradient: Tensor, *, step: int, hyper: Hyper, factors: tuple[Tensor, ...] = ()
-    ) -> None:
-        """Updates these elements from their gradient, which stays as it is, scaled by the factors first."""
-        self.passes.update(
-            self.weight[span],
-            None if self.rest is None else self.rest[span],
-            gradient,
-            self.exp_avg[span],
-            self.exp_avg_sq[span],
-            step=step,
-            hyper=hyper,
-            factors=factors,
-        )
+_Alike = tuple[int, Hyper, tuple[Tensor, ...]]
+"""The number of an update, its hyper-parameters, and what the gradient is multiplied with first."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -109,12 +77,6 @@ class OptimizerStep(Doer):
             {name: self.in_chunks.factors[name] for name in names if name in self.in_chunks.factors},
         )
 
-    def do_now(self, order: PendingStep) -> None:
-        """Carries out an order at once: gradients of the user's own may be changed at any time."""
-        with in_plane(self.binding, self.in_chunks, order.hypers):
-            self.executor.pending = order
-            self.executor.settle()
-
     def carry_out(self, order: PendingStep) -> None:
         self.stretches.begin_update(order)
         for moment in tuple(order.waiting.values()):
@@ -141,9 +103,9 @@ class OptimizerStep(Doer):
         with self.executor.quiet():  # an evaluation may be what has this done, in inference mode
             units = {touch.ref: self.executor.store.operand(touch.ref, tier) for touch in touches}
             planes, grad = self._planes(chunk, units), units[PlaneRef(chunk, GRAD)]
-            pieces = [(piece, grad[piece.start : piece.stop]) for piece in self._ranges(chunk, order)]
-        is_fp32 = planes.rest is None and all(gradient.dtype is torch.float32 for _, gradient in pieces)
-        in_blocks = not is_fp32 or any(piece.factors for piece, _ in pieces)
+            pieces = [(span, grad[span], alike) for span, alike in self._ranges(chunk, order)]
+        is_fp32 = planes[1] is None and grad.dtype is torch.float32
+        in_blocks = not is_fp32 or any(factors for _, _, (_, _, factors) in pieces)
         # Block by block, a team of threads would be woken ten times a block on cores that another team keeps: decision 0043.
         is_alone = in_blocks and self.binding.device is None
 
@@ -153,9 +115,8 @@ class OptimizerStep(Doer):
             began = time.perf_counter()
             try:
                 with self.executor.quiet(), one_thread_here() if is_alone else nullcontext():
-                    for piece, gradient in pieces:
-                        span = slice(piece.start, piece.stop)
-                        planes.update(span, gradient, step=piece.step, hyper=piece.hyper, factors=piece.factors)
+                    for span, gradient, alike in pieces:
+                        self._update(planes, span, gradient, alike)
             except BaseException as error:
                 order.failed = error
                 raise
@@ -188,34 +149,32 @@ class OptimizerStep(Doer):
                     continue
                 found = self.executor.use(Phase.BACKWARD, name, touches)
                 units = {touch.ref: unit for touch, unit in zip(touches, found, strict=True)}
-                self._planes(part.chunk, units).update(
-                    span,
-                    units[kept][span] if piece is None else piece,
-                    step=self.steps[bound.owner],
-                    hyper=hyper,
-                    factors=self.in_chunks.factors.get(name, ()),
-                )
+                alike = self.steps[bound.owner], hyper, self.in_chunks.factors.get(name, ())
+                here = units[kept][span] if piece is None else piece
+                self._update(self._planes(part.chunk, units), span, here, alike)
         self.binding.changes.stepped([name])
 
-    def update_whole(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
-        """Updates parameters that keep their bytes from the gradients that they have, and counts it.
+    def update_at_once(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
+        """Updates parameters from the gradients that they have, and counts it: those of fp32 that keep their bytes together.
 
         Raises:
             StateError: a gradient is sparse. Nothing has changed then.
         """
         by_name, formats = self.binding.by_name, self.planner.formats.now
-        splits = REST in formats.planes
+        by_use, splits = self.whole.why, REST in formats.planes
         apart = {
             name: self.binding.gradients.own_of(name)
             for name in names
-            if name in self.in_chunks.names
+            if by_use
+            or name in self.in_chunks.names
             or by_name[name].is_copied
             or (splits and formats.is_split(by_name[name].ref.chunk, self.layout))
         }
         for name, gradient in apart.items():
             if gradient is not None:
                 expect_dense(name, gradient)
-        with self.executor.lock, InterruptionsPutOff():
+        leaving = self.executor.room.making(self.planner.update_bytes) if by_use else nullcontext()
+        with self.executor.lock, leaving, InterruptionsPutOff():  # half way weights would be of no one step
             self.whole.update([name for name in names if name not in apart], hypers, self.steps)
             self.is_half_done = bool(apart)
             for name, gradient in apart.items():
@@ -224,25 +183,34 @@ class OptimizerStep(Doer):
             self.is_half_done = False
 
     def _planes(self, chunk: int, units: Mapping[PlaneRef, Tensor]) -> _Planes:
-        head = self.layout.run_of(chunk).head
-        numel = self.layout.chunk_numel
+        head, numel = self.layout.run_of(chunk).head, self.layout.chunk_numel
         weight = units[PlaneRef(head, WEIGHT)][(chunk - head) * numel : (chunk - head + 1) * numel]
-        return _Planes(
-            weight,
-            units.get(PlaneRef(chunk, REST)),
-            units[PlaneRef(chunk, EXP_AVG)],
-            units[PlaneRef(chunk, EXP_AVG_SQ)],
-            self.passes[weight.device.type],
+        averages = units[PlaneRef(chunk, EXP_AVG)], units[PlaneRef(chunk, EXP_AVG_SQ)]
+        return weight, units.get(PlaneRef(chunk, REST)), *averages
+
+    def _update(self, planes: _Planes, span: slice, gradient: Tensor, alike: _Alike) -> None:
+        """Updates these elements from their gradient, which stays as it is, scaled by the factors first."""
+        (weight, rest, exp_avg, exp_avg_sq), (step, hyper, factors) = planes, alike
+        self.passes[weight.device.type].update(
+            weight[span],
+            None if rest is None else rest[span],
+            gradient,
+            exp_avg[span],
+            exp_avg_sq[span],
+            step=step,
+            hyper=hyper,
+            factors=factors,
         )
 
-    def _ranges(self, chunk: int, order: PendingStep) -> list[_Range]:
-        ranges: list[list[Any]] = []  # the fields of each
+    def _ranges(self, chunk: int, order: PendingStep) -> list[tuple[slice, _Alike]]:
+        """Adjacent elements of a chunk that are updated alike."""
+        ranges, following = list[tuple[slice, _Alike]](), tuple[object, ...]()
         for piece in order.pieces(self.layout, chunk):
-            hyper, factors = order.hypers[piece.name], order.factors.get(piece.name, ())
-            step, stop = order.steps[piece.name], piece.stop + -piece.stop % ALIGNMENT
-            goes_on = ranges and ranges[-1][1:4] == [piece.start, hyper, step]
-            if goes_on and list(map(id, ranges[-1][4])) == list(map(id, factors)):
-                ranges[-1][1] = stop
-            else:
-                ranges.append([piece.start, stop, hyper, step, factors])
-        return [_Range(*fields) for fields in ranges]
+            start, stop = piece.start, piece.stop + -piece.stop % ALIGNMENT
+            step, hyper, factors = order.steps[piece.name], order.hypers[piece.name], order.factors.get(piece.name, ())
+            key = step, hyper, *map(id, factors)
+            if (start, *key) == following:
+                start = ranges.pop()[0].start
+            ranges.append((slice(start, stop), (step, hyper, factors)))
+            following = stop, *key
+        return ranges

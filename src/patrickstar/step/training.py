@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -124,7 +124,7 @@ class Training(ABC):
 
     def drop_gradient(self, name: str) -> None:
         """Drops a gradient in the plane: the user has set `p.grad` to None, or to a tensor."""
-        self.in_chunks.drop(name)
+        self.in_chunks.drop([name])
 
     @abstractmethod
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -135,27 +135,18 @@ class Training(ABC):
         wanted = set(self.binding.by_name if names is None else names)
         if self._sums is not None:
             self._sums.drop(label for name in wanted for label in (name, *self.layout.leaves(name)))
-        if set_to_none and self.in_chunks.names | self.in_chunks.incomplete.keys() <= wanted:
-            self.in_chunks.drop_all()
-            if self.binding.gradients.own <= wanted:
-                self.binding.gradients.forget_own()
-                return
-        if not set_to_none:
-            self.executor.settle()
+        if set_to_none:
+            self.in_chunks.drop(wanted)
+            self.binding.gradients.forget_own(wanted)
+            return
+        self.executor.settle()
         with Plain():
             for name in sorted(self.binding.gradients.own & wanted):
-                parameter = self.binding.by_name[name].parameter
-                if set_to_none:
-                    parameter.grad = None
-                    self.binding.gradients.is_not_own(name)
-                elif (own := self.binding.gradients.own_of(name)) is not None:
-                    parameter.grad = own.detach_() if own.grad_fn is not None else own
+                if (own := self.binding.gradients.own_of(name)) is not None:
+                    if own.grad_fn is not None:
+                        own.detach_()
                     own.requires_grad_(False).zero_()
-        if set_to_none:
-            for name in sorted((self.in_chunks.names | self.in_chunks.incomplete.keys()) & wanted):
-                self.in_chunks.drop(name)
-        else:
-            self.in_chunks.fill_with_zeros(wanted)
+        self.in_chunks.fill_with_zeros(wanted)
 
     # clipping and stepping
 
@@ -167,12 +158,25 @@ class Training(ABC):
     def step(self) -> None:
         """Takes the optimizer's step: of every parameter that has a gradient and is in a group."""
 
+    def _update_own(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
+        """Updates parameters at once, from gradients of which some are tensors of their own: these are not rounded."""
+        for name in names if self.binding.changes.rewriting is not None else ():
+            own = self.binding.gradients.own_of(name)
+            if own is not None:
+                self._make_fit(self.binding.by_name[name], own)
+        self.updates.update_at_once(names, hypers)
+
+    def _make_fit(self, bound: BoundParameter, own: Tensor) -> None:
+        """Has gradients of a parameter be kept in the type of one that is a tensor of its own."""
+        self.in_chunks.make_fit(bound, own.dtype)
+
     # whether all is of one step
 
     def begin_forward(self) -> None:
         """Makes ready for a forward. StateError where parameters are of no one step."""
         self.expect_whole()
-        self.in_chunks.drop_incomplete()
+        if self.in_chunks.incomplete:  # left in tiles by a backward that failed: without tiles there would be none
+            self.in_chunks.drop(list(self.in_chunks.incomplete))
 
     def expect_whole(self) -> None:
         """Raises StateError where an exception has left an update of the parameters half done."""

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -16,8 +15,8 @@ from patrickstar.core.trace import Phase, Trace
 from patrickstar.memory.device_failure import noticed_at
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import Norm, clip_factor, norm_of
+from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.touches import gradient_parts
-from patrickstar.step.gradients import in_plane
 from patrickstar.step.overflow import OverflowFlag, names_of, read
 from patrickstar.step.sixteen_bit_gradients import SixteenBitGradients
 from patrickstar.step.training import Training
@@ -101,21 +100,16 @@ class DeferredTraining(Training):
     def _take_norm(self, flags: Sequence[OverflowFlag]) -> Tensor:
         """The global norm of all gradients: 0-dim, fp32. `flags`: are read with it, so that the host waits for a device once."""
         if self.binding.gradients.stay:
-            return self._norm_of(Trace(()), flags, own=dict(self.binding.gradients.owned()))
-        with in_plane(self.binding, self.in_chunks, self.binding.by_name):
-            trace = self.stretches.begin_norm(self.updates.planner.norm_trace(self.in_chunks.names))
-            with noticed_at("the norm of the gradients, which the step waits for"):
-                norm = self._norm_of(trace, flags)
-            self.stretches.end()
+            return self._norm_of(Trace(()), flags)
+        trace = self.stretches.begin_norm(self.updates.planner.norm_trace(self.in_chunks.names))
+        with noticed_at("the norm of the gradients, which the step waits for"):
+            norm = self._norm_of(trace, flags)
+        self.stretches.end()
         return norm
 
-    def _norm_of(
-        self, trace: Trace, flags: Sequence[OverflowFlag], *, own: Mapping[str, Tensor] = MappingProxyType({})
-    ) -> Tensor:
-        """The norm of what is in chunks, multiplied with its factors first.
-
-        `trace`: the moments that read it, which say on which tier. `own`: gradients that are tensors of their own, by name.
-        """
+    def _norm_of(self, trace: Trace, flags: Sequence[OverflowFlag]) -> Tensor:
+        """The norm of gradients, multiplied with their factors first. `trace`: the moments that read those in chunks, which say on which tier."""
+        own = dict(self.binding.gradients.owned())
         by_unit = {touch.ref: (touch,) for moment in trace.moments for touch in moment.touches}
         norm: Norm | None = None
         with self.executor.apart():
@@ -177,31 +171,27 @@ class DeferredTraining(Training):
     def step(self) -> None:
         """Notes the update of every parameter that has a gradient and is in a group."""
         self.expect_whole()
-        if self.binding.gradients.stay:
-            self._expect_gradients()
-        else:
-            self.executor.settle()
+        self._expect_gradients()
         if self.max_grad_norm is not None:
             self.clip(self.max_grad_norm)
         hypers = self.hypers()
         if not self.whole.why:
             self._step_whole(hypers)
             return
-        own = {name for name, _ in self.binding.gradients.owned()}
-        names = [
-            name for name in self.binding.by_name if name in hypers and (name in self.in_chunks.names or name in own)
-        ]
-        self.in_chunks.late_planes.thaw(*names)
+        own = sorted(name for name, _ in self.binding.gradients.owned() if name in hypers)
+        names = [name for name in self.binding.by_name if name in hypers and name in self.in_chunks.names]
+        self.in_chunks.late_planes.thaw(*names, *own)
         # From this call on the values count as changed, whenever the work is done: autograd must not take what it saved for current.
         self.binding.changes.outdate(names)
         self.stretches.step_ended()
+        began = time.perf_counter()
+        if own:  # which may be changed at any time
+            self._update_own(own, hypers)
         order = self.updates.order(names, hypers)
-        if own:
-            self.updates.do_now(order)
-        else:
-            self.executor.pending = order
-            if self.stretches.blocks.bound and self.stretches.blocks.are_held():
-                self.executor.settle()  # nobody is asked before a view that a block has given away is read
+        order.seconds = time.perf_counter() - began
+        self.executor.pending = order
+        if self.stretches.blocks.bound and self.stretches.blocks.are_held():
+            self.executor.settle()  # nobody is asked before a view that a block has given away is read
 
     def _step_whole(self, hypers: Mapping[str, Hyper]) -> None:
         """Updates every parameter that has a gradient and is in a group, at once."""
@@ -209,13 +199,12 @@ class DeferredTraining(Training):
         names = [
             name for name, bound in self.binding.by_name.items() if name in hypers and bound.tensor().grad is not None
         ]
-        for name in names if self.binding.gradients.widen else ():
-            own = self.binding.gradients.own_of(name)
-            if own is not None:
-                self._narrow.make_fit(self.binding.by_name[name], own)
-        self.updates.update_whole(names, hypers)
+        self._update_own(names, hypers)
         self.updates.seconds = time.perf_counter() - began
         stretch = self.executor.pilot.stretch
         stretch.gives_gradients()  # of which most have not been told of
         stretch.finish()
         self.stretches.step_ended()
+
+    def _make_fit(self, bound: BoundParameter, own: Tensor) -> None:
+        self._narrow.make_fit(bound, own)

@@ -134,28 +134,26 @@ class InBackwardTraining(Training):
         left = {name for name in (self.in_chunks.names | own) - self._updated if name in hypers}
         if self.whole.why:
             self._update(left, hypers)
-        else:
-            for name in left:  # from gradients that stay
-                gradient = self.binding.gradients.own_of(name)
-                if gradient is not None:
-                    self.in_chunks.make_fit(self.binding.by_name[name], gradient.dtype)
-            self.updates.update_whole(sorted(left), hypers)
+        else:  # from gradients that stay
+            self._update_own(sorted(left), hypers)
 
     def _update(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
         """Updates parameters now, from gradients that are kept, which are let go then, or from the user's own."""
         if not names:
             return
         if not self.whole.why:
-            self.updates.update_whole(sorted(names), hypers)
+            self.updates.update_at_once(sorted(names), hypers)
             self._updated.update(names)
             self.binding.gradients.used.put(names)
             return
         self._updated.update(names)
         self._unfinished = True
-        self.updates.do_now(self.updates.order(names, hypers))
+        kept = self.in_chunks.names.intersection(names)
+        self._update_own(sorted(name for name, _ in self.binding.gradients.owned() if name in names), hypers)
+        self.executor.pending = self.updates.order(kept, hypers)
+        self.executor.settle()
         self._unfinished = False
-        for name in names:
-            self.in_chunks.drop(name)
+        self.in_chunks.drop(kept)
 
     # chunks that are updated whole
 

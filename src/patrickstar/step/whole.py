@@ -13,7 +13,6 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.errors import BudgetError, StateError
-from patrickstar.memory.interruptions import InterruptionsPutOff
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.passes import Passes, update_all
 from patrickstar.parameters.binding import Binding
@@ -168,7 +167,7 @@ class Whole:
         alike: dict[tuple[Hyper, int], list[tuple[Tensor, ...]]] = {}
         by_name = self.binding.by_name
         device = "cpu" if self.binding.device is None else self.binding.device.type
-        with self.executor.lock, self.executor.apart():
+        with self.executor.apart():
             for name in names:
                 bound = by_name[name]
                 gradient = bound.tensor().grad
@@ -178,11 +177,10 @@ class Whole:
                 planes = alike.setdefault((hypers[name], steps.get(name, 0) + 1), [])
                 for place in self._pieces(name):
                     planes.append((place.weight, flat[place.span], place.exp_avg, place.exp_avg_sq))
-            with InterruptionsPutOff():  # between two tensors weights would be of no one step
-                for (hyper, step), planes in alike.items():
-                    update_all(self.passes[device], planes, step=step, hyper=hyper)
-                for name in names:
-                    steps[name] = steps.get(name, 0) + 1
+            for (hyper, step), planes in alike.items():
+                update_all(self.passes[device], planes, step=step, hyper=hyper)
+            for name in names:
+                steps[name] = steps.get(name, 0) + 1
         self.binding.changes.stepped(names)
 
     def _pieces(self, name: str) -> list[_Place]:
