@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from patrickstar.plan.planner import Planner
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.simulate import Simulation, simulate
 from patrickstar.plan.stretch import Ask, Draft, StretchKind
-from patrickstar.plan.touches import master_touches
+from patrickstar.plan.touches import kept_gradients, master_touches
 from patrickstar.session.smallest import let_gradients_go
 from patrickstar.step.budgets import Budgets
 
@@ -41,32 +41,29 @@ class PaperRun:
 
     Attributes:
         state: where everything rests, at first before `manage` fills in the weights. forward: the trace of a forward and its backward.
-        update_of: gives the trace of the update with chunks on these tiers.
-        trained: the parameters that the optimizer updates; in a backward, those that wait for its end.
         clips: whether the norm of the gradients is taken. in_backward: whether parameters are updated as gradients arrive.
-        whole: whether a backward updates chunks whole where there is room. gradient_bytes: where parameters keep their bytes, what gradients take
-            beside chunks and what the trace has; None: they are bound by use. simulated: is told of each stretch that was carried out.
-        peak: bytes by tier, of all steps so far.
+        gradient_bytes: where parameters keep their bytes, what gradients take beside chunks and what the trace has; None: they are bound by use.
+        peak: bytes by tier, of all steps so far. ran: all stretches, with their traces.
+        trained: the parameters that the optimizer updates; in a backward, those that wait for its end.
     """
 
     planner: Planner
     state: Residency
     budgets: Budgets
     forward: Trace
-    update_of: Callable[..., Trace]
-    trained: Collection[str]
     clips: bool
     in_backward: bool
-    whole: bool
     gradient_bytes: int | None
-    simulated: Callable[[Simulation, Trace], object]
 
     peak: Counter[str] = field(default_factory=Counter)
+    ran: list[tuple[Simulation, Trace]] = field(default_factory=list)
+    trained: frozenset[str] = field(init=False)
     _level_bytes: int = 0
     _pending: Trace | None = None
     _done: int = 0
 
     def __post_init__(self) -> None:
+        self.trained = kept_gradients(self.forward, self.planner.layout)
         self._level_bytes = max(self.budgets.passes.update, self.forward.peak)
 
     def settle(self) -> tuple[PaperStep, PaperStep]:
@@ -127,7 +124,7 @@ class PaperRun:
             else:
                 self._carry_out(draft, step)
                 return
-        draft = self._plan(StretchKind.TRAINING, self.forward, whole=self.whole)
+        draft = self._plan(StretchKind.TRAINING, self.forward, whole=self.in_backward and not self.planner.choice.apart)
         self._carry_out(draft, step)
         if draft.whole_chunks is not None:
             let_gradients_go(self.state, keeps=True)
@@ -140,11 +137,13 @@ class PaperRun:
     def _update(self, step: PaperStep) -> None:
         if self.in_backward:
             if self.trained:
-                self._carry_out(self._plan(StretchKind.UPDATE, self.update_of()), step)
+                self._carry_out(self._plan(StretchKind.UPDATE, self.planner.update_trace(self.trained)), step)
             let_gradients_go(self.state, keeps=False)
             return
-        tiers = self.planner.tiers(self.update_of(), self.state, taken_bytes=0, level_bytes=self._level_bytes)
-        update = self.update_of(frozenset(tiers.items()))
+        tiers = self.planner.tiers(
+            self.planner.update_trace(self.trained), self.state, taken_bytes=0, level_bytes=self._level_bytes
+        )
+        update = self.planner.update_trace(self.trained, tiers)
         if self.planner.weaves:
             self._pending = update
         else:
@@ -168,7 +167,7 @@ class PaperRun:
         assert plan is not None, "no pass has made a plan"
         self.planner.began(draft.ask.kind, trace)
         simulated = simulate(plan, trace)
-        self.simulated(simulated, trace)
+        self.ran.append((simulated, trace))
         for tier, nbytes in simulated.peak.items():
             self.peak[tier] = max(self.peak[tier], nbytes)
         step.plans.append(plan)
