@@ -18,11 +18,11 @@ HOMES: tuple[Mutant, ...] = (
         f"{TESTS}::test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough[emulated-three-fp32]",
     ),
     Fault("all-gradients-have-homes-where-one-must-wait", "step.late_planes:LatePlanes.reserve").by(
-        replace("self._take_in(...)", "self.reserve_all('')"),
+        never("trace"),
         f"{TESTS}::test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough[cpu+disk-one-fp32]",
     ),
     Fault("what-cannot-be-traced-has-no-homes-for-gradients", "step.forwards:KnownForwards._reserve").by(
-        drop("reserve_all"),
+        without("known.trace is None"),
         f"{TESTS}::test_what_cannot_be_traced_is_refused_before_anything_has_changed[emulated-fp32]",
     ),
     Fault("what-is-never-traced-has-no-homes-for-gradients", "step.forwards:KnownForwards.expect").by(

@@ -101,7 +101,7 @@ STREAMS: tuple[Mutant, ...] = (
         "tests/cuda/test_spaces.py::test_bytes_go_to_the_device_and_back[(0.0, 0)-4096]",
     ),
     Fault("a-flag-on-the-device-is-read-at-once", "step.overflow:OverflowFlag.of").by(
-        replace("not is_finite.is_cpu", "_ and bool(is_finite)"),
+        replace("is_finite.is_cpu", "bool(is_finite) and _"),
         "tests/cuda/test_overflow.py::test_the_host_waits_once_for_all_gradients[(0.0, 0)]",
     ),
     Fault("flags-of-several-streams-share-a-block", "step.overflow:Overflow._new_flag").by(

@@ -44,7 +44,7 @@ TILES: tuple[Mutant, ...] = (
     Fault(
         "every-tile-counts-as-an-update-of-its-parameter", "step.training_in_backward:InBackwardTraining.gradient"
     ).by(
-        assign("steps", "self.steps.get(owner, 0) + 1"),
+        assign("steps", "self.updates.steps.get(owner, 0) + 1"),
         f"{LINE}[in_backward-train(3) planned(3)-fp32-unbounded]",
     ),
     Fault("what-a-failed-backward-left-of-a-tiles-gradient-is-added-to", "step.training:Training.begin_forward").by(

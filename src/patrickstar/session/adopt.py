@@ -29,7 +29,6 @@ def take_over(parts: Parts, source: Loading | None, optimizer: torch.optim.Optim
         source: asked first for the value of a parameter. optimizer: the user's, of which nothing is left but its groups.
     """
     named, binding, weights, gradients = parts.named, parts.binding, parts.weights, parts.gradients
-    training = parts.training
     given = source.names if source is not None else ()
     keep = source is not None and source.keep
     dtypes = {name: parameter.dtype for name, parameter in named.items()}
@@ -39,15 +38,14 @@ def take_over(parts: Parts, source: Loading | None, optimizer: torch.optim.Optim
     try:
         for bound in binding:
             gradient = bound.parameter.grad
-            goes_in_chunks = training is not None and (binding.gradients.widen or not binding.gradients.stay)
+            goes_in_chunks = optimizer is not None and (binding.gradients.widen or not binding.gradients.stay)
             if goes_in_chunks and gradient is not None:
                 their_gradients[bound.name] = gradient
                 bound.parameter.grad = None
             if _fill(bound, source, weights):
                 taken.append(bound.name)
                 bound.parameter.data = bound.standin
-        if training is not None:
-            assert optimizer is not None
+        if optimizer is not None:
             for name, gradient in their_gradients.items():
                 gradients.add(binding.by_name[name], gradient)
             gradients.whole |= gradients.names

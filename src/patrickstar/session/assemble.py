@@ -21,7 +21,7 @@ from patrickstar.optim.user_optimizer import check_optimizer
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.adopt import take_over
-from patrickstar.session.buffers import all_buffers, fit_buffers, put_back
+from patrickstar.session.buffers import fit_buffers
 from patrickstar.session.build_memory import build_memory
 from patrickstar.session.build_step import build_step
 from patrickstar.session.checks import check_model
@@ -103,9 +103,8 @@ def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, s
             parts.whole.left = blocks.watch
         else:
             blocks.watch()
-        undo.callback(put_back, model, all_buffers(model))
         dtypes = {name: parameter.dtype for name, parameter in named.items()}
-        buffers = fit_buffers(model, setup.precision, setup.budgets.stream_device)
+        buffers = fit_buffers(model, setup.precision, setup.budgets.stream_device, undo)
         session = Session(parts, Ties(root, dtypes, buffers))
         if original is not None:
             managed = session.attach(original)

@@ -162,9 +162,7 @@ def build_step(
     events.binding, events.whole, events.late_planes, events.stretches = binding, whole, late_planes, stretches
     events.training, events.handed_out = training, handed_out
     events.copies = Copies(binding, executor, precision, touches)
-    events.assembling = Assembling(
-        binding, layout, executor, gradients=in_chunks, weights=weights, steps=training.steps
-    )
+    events.assembling = Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=updates.steps)
     events.outside = next((named[name] for name in named if all(name not in place.names for place in places)), None)
     events.advice = lambda: (
         ""

@@ -49,7 +49,7 @@ class Parts:
     @property
     def steps(self) -> dict[str, int]:
         """Updates so far, by parameter."""
-        return self.training.steps
+        return self.training.updates.steps
 
     def begin_access(self) -> None:
         """Prepares for reading or writing state: does what is pending, and ends a stretch that is complete."""

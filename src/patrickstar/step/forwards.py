@@ -88,7 +88,7 @@ class KnownForwards:
             known.reason, known.blocks = _UNTRACEABLE.format(problem), self._unseen()
             _log.info("no trace for this forward (%s): it runs unplanned once and is measured", problem)
             return
-        known.trace = known.offline = foreseen.trace
+        known.trace = foreseen.trace
         known.by_chance, known.by_use = foreseen.by_chance, foreseen.by_use
         start = self.late_planes.with_room_for(known.trace)
         need = worst_moment(known.trace, start=start, trained=torch.is_grad_enabled())
@@ -105,12 +105,8 @@ class KnownForwards:
 
     def _reserve(self, known: KnownForward) -> None:
         """Makes room for the gradients that a backward of this forward keeps. See Note [Homes of gradients]."""
-        if not torch.is_grad_enabled():
-            return
-        if known.trace is None:
-            self.late_planes.reserve_all(known.reason)
-        elif known.reserved is not known.trace:
-            self.late_planes.reserve(known.trace)
+        if torch.is_grad_enabled() and (known.trace is None or known.reserved is not known.trace):
+            self.late_planes.reserve(known.trace, known.reason)
             known.reserved = known.trace
 
     def learn(self, known: KnownForward, stretch: Stretch, recorded: Trace, *, state: Residency) -> None:

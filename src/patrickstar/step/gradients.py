@@ -169,9 +169,10 @@ class Gradients:
         for name in gone:
             self.incomplete.pop(name, None)
             self.factors.pop(name, None)
-            if self.views.tensors or self.finds_overflow:
-                self.overflow.forget(name)
+            if self.views.tensors:
                 self.views.dropped(AssembledKey(name, GRAD), why)
+        if self.finds_overflow:
+            self.overflow.forget(*gone)
         left = self.names | self.incomplete.keys()
         for chunk in sorted({part.chunk for name in gone for part in self.layout.parts(name)}):
             if not left or left.isdisjoint(piece.name for piece in self.layout.tensors_in(chunk)):
@@ -185,9 +186,9 @@ class Gradients:
                 for piece in self.layout.tensors_in(chunk):
                     if piece.name in self.names and piece.name in names:
                         flat[piece.start : piece.stop].zero_()
+        self.overflow.forget(*names)
         for name in names:
             self.factors.pop(name, None)
-            self.overflow.forget(name)
             if name in self.names:
                 self.views.changed(AssembledKey(name, GRAD))
 

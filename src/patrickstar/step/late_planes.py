@@ -71,25 +71,20 @@ class LatePlanes:
             state.grow(homes, slots)
         return state
 
-    def reserve(self, trace: Trace) -> None:
-        """Gives homes to the gradients that a forward with this trace keeps. See Note [Homes of gradients].
+    def reserve(self, trace: Trace | None, reason: str) -> None:
+        """Gives homes to the gradients that a forward with this trace keeps, or to all where there is none, for this reason.
 
         Raises:
             BudgetError: these gradients do not fit. Nothing has changed then.
         """
-        if self.gradients is GradientUse.UPDATE:
-            self._take_in(trace.touched(GRAD), why=name_gradients(trace))
-
-    def reserve_all(self, reason: str) -> None:
-        """Gives homes to all gradients: which of them a forward keeps is not known, for this reason.
-
-        Raises:
-            BudgetError: the gradients do not fit. Nothing has changed then.
-        """
-        if self.gradients is GradientUse.UPDATE:
-            gradients = list(self.formats.now.units(self.layout, (GRAD,)))
+        if self.gradients is not GradientUse.UPDATE:
+            return
+        if trace is not None:
+            kept, why = trace.touched(GRAD), name_gradients(trace)
+        else:
+            kept = list(self.formats.now.units(self.layout, (GRAD,)))
             why = f"any of the gradients may have to wait until the backward ends: {reason}"
-            self._take_in(gradients, why=why)
+        self._take_in(kept, why=why)
 
     def reserve_for(self, name: str) -> None:
         """Gives a home to a parameter's gradient, which is about to be kept; where the plan has that next, there is room for it.

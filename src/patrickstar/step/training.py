@@ -57,11 +57,6 @@ class Training(ABC):
     _around: int | None = None  # the backward in which a block was last computed again
     _is_nested: bool = False  # whether a backward inside of another has ended, and the other has not
 
-    @property
-    def steps(self) -> dict[str, int]:
-        """Updates so far, by parameter name; a parameter that was never updated has no entry."""
-        return self.updates.steps
-
     # gradients arriving
 
     @abstractmethod
@@ -180,10 +175,17 @@ class Training(ABC):
 
     def expect_whole(self) -> None:
         """Raises StateError where an exception has left an update of the parameters half done."""
+        if backward_id() == -1:
+            self._forget_backward()
         if self.executor.pending is not None and self.executor.pending.failed is not None:
             self.executor.settle()
         if backward_id() == -1 and (half_done := self._half_done()):
             raise StateError(f"{half_done}: the weights are of no one step. Call session.load_checkpoint(dir)")
+
+    def _forget_backward(self) -> None:
+        """Takes the last backward for over where nobody has told of its end: of one around others, or one that an exception has ended."""
+        if self._is_nested and not self.whole.why:
+            self._end()
 
     def _half_done(self) -> str:
         """The reason why an update is half done; empty where none is."""

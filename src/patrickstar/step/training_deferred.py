@@ -36,7 +36,6 @@ class DeferredTraining(Training):
     def __post_init__(self) -> None:
         self._narrow = SixteenBitGradients(self.binding, self.in_chunks, self.executor)
         self.binding.gradients.comes = partial(DeferredTraining._comes, weakref.proxy(self))
-        self.whole.begins = partial(DeferredTraining._end_backwards, weakref.proxy(self))
         self.whole.leaving = self._narrow.put_in_chunks
 
     def gradient(self, name: str, gradient: Tensor) -> None:
@@ -61,18 +60,16 @@ class DeferredTraining(Training):
         if not inside and self._narrow.came:
             self._narrow.backward_ended()
 
-    def _end_backwards(self) -> None:
-        """Notes the end of a backward of whose end nobody has told."""
-        if backward_id() == -1 and self.binding.gradients.widen:
-            if self._is_nested:
-                self._end()  # of the backward around the last one: nobody has told of it
-            self._narrow.came.clear()  # an exception has ended it
+    def _forget_backward(self) -> None:
+        super()._forget_backward()
+        self._narrow.came.clear()
 
     def _expect_gradients(self) -> None:
         """Makes ready for a use of all gradients. StateError where they are not those of whole backwards."""
         self.executor.settle()
         if self.binding.gradients.stay:
-            self._end_backwards()
+            if backward_id() == -1:
+                self._forget_backward()
             self._narrow.take_back()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:

@@ -77,7 +77,7 @@ class InBackwardTraining(Training):
         if hyper is not None and alone and self.touches.updates_at_once(name):
             if name in self._updated:
                 raise StateError(_SECOND_BACKWARD)
-            self.steps[owner] = self.steps.get(owner, 0) + (owner not in self._updated)  # once for all tiles
+            self.updates.steps[owner] = self.updates.steps.get(owner, 0) + (owner not in self._updated)  # once for all
             self._updated |= {name, owner}
             self.updates.update_now(bound, gradient, hyper=hyper, gather=self._gather)
         else:
@@ -183,7 +183,7 @@ class InBackwardTraining(Training):
         touches = (Touch(PlaneRef(part.chunk, GRAD), True),)
         (unit,) = self.executor.use(Phase.BACKWARD, bound.name, touches)
         unit[part.start : part.stop].copy_(gradient)
-        order.hypers[bound.owner], order.steps[bound.owner] = hyper, self.steps[bound.owner]
+        order.hypers[bound.owner], order.steps[bound.owner] = hyper, self.updates.steps[bound.owner]
         update = order.take(part)
         if update is not None:
             # Again, where the plan was left with this arrival: what had come before is updated.
@@ -248,14 +248,11 @@ class InBackwardTraining(Training):
         self._bringing, self._is_nested = None, False
         self.stretches.step_ended()
 
-    def expect_whole(self) -> None:
-        if backward_id() == -1:
-            self.binding.whole.give_back()
-        if backward_id() == -1 and not self.whole.why:
-            if self._is_nested:
-                self._end()  # of the backward around the last one: nobody has told of it
+    def _forget_backward(self) -> None:
+        self.binding.whole.give_back()
+        super()._forget_backward()
+        if not self.whole.why:
             self._spent = set(self.binding.gradients.used.there(self._spent))
-        super().expect_whole()
 
     def _half_done(self) -> str:
         if not self._unfinished and not self.updates.is_half_done:

@@ -46,7 +46,7 @@ class Whole:
         passes: by type of device. kept_in: gives the parameters whose gradients wait in a step with a trace, or with one that nobody knows.
         sizes: gives the bytes of all model states with these gradients, which are no units and in no trace, and those of the gradients alone.
         why: why parameters are bound by use; empty as long as they are not.
-        begins: is called before a forward, as long as they are not. leaving: before they may be, left: where they are from now on.
+        leaving: is called before they may be, left: where they are from now on.
         kept: the parameters whose gradients wait in the step under way.
     """
 
@@ -60,7 +60,6 @@ class Whole:
     budgets: Budgets
     why: str
 
-    begins: Callable[[], None] = lambda: None
     leaving: Callable[[], None] = lambda: None
     left: Callable[[], None] = lambda: None
     kept: frozenset[str] = field(init=False)
@@ -105,10 +104,8 @@ class Whole:
         if torch.is_grad_enabled():
             is_unknown = expected.by_chance or self.binding.access.is_surprised
             self.kept = self.kept_in(None if is_unknown else expected.trace)
-        if not self.why:
-            self.begins()
-            if expected.by_use:
-                self._leave(expected.by_use, needed=0, room=0)
+        if not self.why and expected.by_use:
+            self._leave(expected.by_use, needed=0, room=0)
         if self.why or not self.budgets.bind:
             return not self.why
         beside, states, room = reserve_bytes(), self._sizes[0], self.budgets.room_bytes()
