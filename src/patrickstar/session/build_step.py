@@ -10,7 +10,6 @@ from torch import nn
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GradientUse, PlaneRef
-from patrickstar.memory.shortages import tell_when_out_of_memory
 from patrickstar.memory.store import ChunkStore
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.user_optimizer import read_groups
@@ -23,8 +22,8 @@ from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.parts import Parts
 from patrickstar.session.start import Setup
 from patrickstar.step.assembling import Assembling
-from patrickstar.step.budgets import Budgets
 from patrickstar.step.copies import Copies
+from patrickstar.step.device_room import DeviceRoom
 from patrickstar.step.events import Events
 from patrickstar.step.executor import Executor
 from patrickstar.step.fitting_blocks import FittingBlocks
@@ -33,8 +32,7 @@ from patrickstar.step.gradients import Gradients
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.masters_by_hand import MastersByHand
 from patrickstar.step.optimizer_step import OptimizerStep
-from patrickstar.step.out_of_memory import OutOfMemory
-from patrickstar.step.room import DeviceRoom, Room, room_of
+from patrickstar.step.room import EmulatedRoom, HostRoom
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.training import Training
 from patrickstar.step.training_deferred import DeferredTraining
@@ -79,7 +77,8 @@ def build_step(
         spare_bytes=budgets.spare_bytes,
         costs=machine.costs,
     )
-    room = room_of(pilot, store, budgets)
+    on_device = DeviceRoom if budgets.stream_device is not None else EmulatedRoom
+    room = (on_device if machine.compute is Tier.DEVICE else HostRoom)(pilot, store, budgets)
     executor = Executor(pilot, store, room)
     events = Events(
         registered=Registered(model), named=named, touches=touches, executor=executor, compute=precision.compute
@@ -182,14 +181,4 @@ def build_step(
         training=training,
         whole=whole,
         host_budget_bytes=machine.budget[Tier.HOST] if budgets.host_binds else None,
-        shortage=_shortage(executor, room, budgets),
     )
-
-
-def _shortage(executor: Executor, room: Room, budgets: Budgets) -> OutOfMemory | None:
-    """An error for a device that has no memory in a step; to be kept for as long as that is wanted."""
-    if not isinstance(room, DeviceRoom):
-        return None
-    found = OutOfMemory(executor, room, budgets)
-    tell_when_out_of_memory(budgets.device, found)
-    return found

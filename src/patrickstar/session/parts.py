@@ -15,7 +15,6 @@ from patrickstar.session.buffers import Kind
 from patrickstar.step.events import Events, expect_own_parameters
 from patrickstar.step.executor import Executor
 from patrickstar.step.gradients import Gradients
-from patrickstar.step.out_of_memory import OutOfMemory
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.training import Training
 from patrickstar.step.values import Weights
@@ -29,7 +28,6 @@ class Parts:
     Attributes:
         gradients: those in chunks. whole: the parameters as long as they keep their bytes.
         host_budget_bytes: what chunks and tensors may take of the host, where the user gave a bound, or None.
-        shortage: is told where a device has no memory left.
     """
 
     model: nn.Module
@@ -44,7 +42,6 @@ class Parts:
     training: Training
     whole: Whole
     host_budget_bytes: int | None
-    shortage: OutOfMemory | None
 
     @property
     def steps(self) -> dict[str, int]:
