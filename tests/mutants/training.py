@@ -66,11 +66,11 @@ TRAINING: tuple[Mutant, ...] = (
         replace("torch.add(...)", "bits + _HALF - 1 + (bits >> 16 & 1)"),
         "tests/optim/test_masters.py::test_ties_go_away_from_zero",
     ),
-    Fault("a-change-by-hand-does-not-reach-a-split-master", "step.masters_by_hand:MastersByHand.carry").by(
+    Fault("a-change-by-hand-does-not-reach-a-split-master", "step.masters:Masters.carry").by(
         drop("_carry"),
         "tests/session/test_sixteen_bits.py::test_a_change_by_hand_is_carried_into_the_master[bf16-clamp]",
     ),
-    Fault("a-change-by-hand-takes-the-rest-of-every-element", "step.masters_by_hand:MastersByHand._carry").by(
+    Fault("a-change-by-hand-takes-the-rest-of-every-element", "step.masters:Masters._carry").by(
         replace("lacks.masked_fill_(...)", "lacks.zero_()"),
         "tests/session/test_sixteen_bits.py::test_a_change_by_hand_is_carried_into_the_master[bf16-by_index]",
     ),

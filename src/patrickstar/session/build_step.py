@@ -22,7 +22,6 @@ from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.parts import Parts
 from patrickstar.session.start import Setup
 from patrickstar.step.assembling import Assembling
-from patrickstar.step.copies import Copies
 from patrickstar.step.device_room import DeviceRoom
 from patrickstar.step.events import Events
 from patrickstar.step.executor import Executor
@@ -30,7 +29,7 @@ from patrickstar.step.fitting_blocks import FittingBlocks
 from patrickstar.step.forwards import KnownForwards
 from patrickstar.step.gradients import Gradients
 from patrickstar.step.late_planes import LatePlanes
-from patrickstar.step.masters_by_hand import MastersByHand
+from patrickstar.step.masters import Masters
 from patrickstar.step.optimizer_step import OptimizerStep
 from patrickstar.step.room import EmulatedRoom, HostRoom
 from patrickstar.step.stretches import Stretches
@@ -83,7 +82,7 @@ def build_step(
     events = Events(
         registered=Registered(model), named=named, touches=touches, executor=executor, compute=precision.compute
     )
-    masters_by_hand = MastersByHand(executor, touches)
+    masters = Masters(executor, touches, precision.rounding)
     binding = Binding(
         named,
         layout,
@@ -95,7 +94,7 @@ def build_step(
         gradients=gradients,
         device=budgets.stream_device,
         whole=not setup.by_use,
-        rewriting=masters_by_hand if precision.mixed else None,
+        rewriting=masters if precision.mixed else None,
     )
     late_planes = LatePlanes(
         layout,
@@ -124,7 +123,7 @@ def build_step(
         start=late_planes.with_room_for,
         taken_bytes=binding.taken_bytes,
     )
-    handed_out = EscapedMemory(binding.access, binding.changes, masters_by_hand.carry_if_changed)
+    handed_out = EscapedMemory(binding.access, binding.changes)
     in_backward = gradients is GradientUse.UPDATE
     stretches = Stretches(
         executor=executor,
@@ -160,7 +159,7 @@ def build_step(
     binding.gradients.are_kept = lambda: in_backward or bool(in_chunks.names)
     events.binding, events.whole, events.late_planes, events.stretches = binding, whole, late_planes, stretches
     events.training, events.handed_out = training, handed_out
-    events.copies = Copies(binding, executor, precision, touches)
+    events.masters, masters.binding = masters, binding
     events.assembling = Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=updates.steps)
     events.outside = next((named[name] for name in named if all(name not in place.names for place in places)), None)
     events.advice = lambda: (

@@ -25,9 +25,9 @@ from patrickstar.parameters.registered import Registered
 from patrickstar.parameters.transforms import expect_ordinary_call, is_ordinary_call
 from patrickstar.plan.touches import Touches
 from patrickstar.step.assembling import Assembling
-from patrickstar.step.copies import Copies
 from patrickstar.step.executor import Executor
 from patrickstar.step.late_planes import LatePlanes
+from patrickstar.step.masters import Masters
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.training import Training
 from patrickstar.step.whole import Whole
@@ -59,7 +59,7 @@ class Events(Owner):
     stretches: Stretches = field(init=False)
     training: Training = field(init=False)
     handed_out: EscapedMemory = field(init=False)
-    copies: Copies = field(init=False)
+    masters: Masters = field(init=False)
     assembling: Assembling = field(init=False)
     outside: nn.Parameter | None = field(init=False)
     advice: Callable[[], str] = field(init=False)
@@ -96,17 +96,17 @@ class Events(Owner):
         self.executor.moment(Phase.BACKWARD, label, touches)
 
     def make_copy(self, key: CopyKey) -> Tensor:
-        return self.assembling.make(key) if isinstance(key, AssembledKey) else self.copies.make(key)
+        return self.assembling.make(key) if isinstance(key, AssembledKey) else self.masters.make(key)
 
     def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
         if isinstance(key, AssembledKey):
             self.assembling.renew(key, copy)
         else:
-            self.copies.renew(key, copy)
+            self.masters.renew(key, copy)
 
     def changed(self, key: WeightKey) -> None:
         if not isinstance(key, PlaneRef):
-            self.copies.changed(key)
+            self.masters.changed(key)
             return
         self.executor.wrote(key)
         phase = self.executor.change_phase()
