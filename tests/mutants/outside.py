@@ -61,7 +61,9 @@ OUTSIDE: tuple[Mutant, ...] = (
     Fault("the-other-session-of-an-operation-is-not-asked", "parameters.binding:Binding._add").by(
         drop("others.append"), "tests/session/test_together.py::test_one_operation_on_parameters_of_two_sessions"
     ),
-    Fault("every-piece-is-updated-from-the-first-of-its-gradient", "step.whole:Whole.update").by(
+    Fault(
+        "every-piece-is-updated-from-the-first-of-its-gradient", "step.optimizer_step:OptimizerStep._update_together"
+    ).by(
         replace("flat[place.span]", "flat[: place.weight.numel()]"),
         "tests/session/test_whole.py::test_a_tensor_longer_than_a_chunk_is_updated_piece_by_piece",
     ),

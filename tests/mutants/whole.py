@@ -43,14 +43,14 @@ WHOLE: tuple[Mutant, ...] = (
     Fault("a-refused-forward-leaves-parameters-bound-by-use", "step.whole:Whole._leave").by(
         drop("hold"), f"{HELD}[a view]"
     ),
-    Fault("averages-that-left-are-taken-for-those-in-their-slot", "step.whole:Whole._pieces").by(
+    Fault("averages-that-left-are-taken-for-those-in-their-slot", "step.optimizer_step:OptimizerStep._pieces").by(
         always("all(was)"), f"{FILE}::test_averages_that_left_come_back_for_their_step"
     ),
-    Fault("updates-of-different-numbers-are-one", "step.whole:Whole.update").by(
+    Fault("updates-of-different-numbers-are-one", "step.optimizer_step:OptimizerStep._update_together").by(
         replace("(hypers[name], steps.get(name, 0) + 1)", "(hypers[name], 1)"),
         f"{FILE}::test_a_parameter_that_is_trained_later_gets_its_averages",
     ),
-    Fault("an-update-does-not-count-as-a-change", "step.whole:Whole.update").by(
+    Fault("an-update-does-not-count-as-a-change", "step.optimizer_step:OptimizerStep._update_together").by(
         drop("stepped"),
         f"{FILE}::test_a_step_that_changes_a_weight_between_forward_and_backward_is_an_error_of_torchs",
     ),

@@ -6,7 +6,6 @@ import logging
 import os
 import weakref
 from contextlib import ExitStack
-from functools import partial
 
 import torch
 from torch import nn
@@ -64,7 +63,7 @@ def assemble(
         named,
         memory,
         has,
-        trained=partial(_is_trained, optimizer=optimizer),
+        trained=lambda parameter: optimizer is not None and _is_trained(parameter, optimizer),
         trains=optimizer is not None,
         find_passes=choose_kernels,
     )
@@ -84,10 +83,8 @@ def assemble(
         raise
 
 
-def _is_trained(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> bool:
+def _is_trained(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> bool:
     """Tells whether a parameter needs more than its weight: a frozen one does where it has a gradient or moments already."""
-    if optimizer is None:
-        return False
     return parameter.requires_grad or parameter.grad is not None or parameter in optimizer.state
 
 

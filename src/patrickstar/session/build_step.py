@@ -106,10 +106,7 @@ def build_step(
     )
     whole = Whole(
         binding=binding,
-        layout=layout,
         executor=executor,
-        late_planes=late_planes,
-        passes=passes,
         kept_in=setup.kept_gradients,
         sizes=setup.sizes,
         budgets=budgets,

@@ -1,4 +1,4 @@
-"""Checkpoints of a session: weights, moments and everything else that stopping and resuming must not change."""
+"""Checkpoints of a session: weights, moments and all else that stopping and resuming must not change; exports of the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from patrickstar.checkpoint import rng
+from patrickstar.checkpoint.export import write_model
 from patrickstar.checkpoint.find import open_step
+from patrickstar.checkpoint.naming import describe, own_keys
 from patrickstar.checkpoint.reader import StepReader
 from patrickstar.checkpoint.storage import write_step
 from patrickstar.checkpoint.tensors import TensorEntry
@@ -21,6 +23,7 @@ from patrickstar.errors import CheckpointError
 from patrickstar.optim.state import restore_groups
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.session.buffers import persistent_buffers
+from patrickstar.session.loading import tensors_of
 from patrickstar.session.parts import Parts
 
 _EXACT_IN_FP32 = (torch.bfloat16, torch.float16)
@@ -37,7 +40,7 @@ class _Saved(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """Writes and reads checkpoints, a piece at a time.
+    """Writes and reads checkpoints, and exports the model, a piece at a time.
 
     Attributes:
         parts: of the session. live_groups: the optimizer's parameter groups, or None. scaler: scales losses.
@@ -97,6 +100,30 @@ class Saving:
                 self.scaler.load_state_dict(state["scaler"])
             rng.restore(state["rng"], self.parts.binding.device)
             return reader.step, extra
+
+    def export(self, directory: Path, *, shard_bytes: int) -> None:
+        """Writes parameters in fp32, persistent buffers in the type they have, and the configuration. DeviceError: it cannot be written."""
+        model, weights, names = self.parts.model, self.parts.weights, self.parts.binding.names
+        tensors = tensors_of(model)
+        kept = own_keys(model, tensors)
+        found = {key: tensor for keys, tensor in tensors.items() if (key := kept.get(keys))}
+
+        def pieces(key: str) -> Iterable[Tensor]:
+            name = names.get(id(found[key]))
+            return weights.elements(name) if name is not None else [found[key].detach().contiguous().reshape(-1)]
+
+        entries = [
+            TensorEntry(key, torch.float32 if id(tensor) in names else tensor.dtype, tuple(tensor.shape))
+            for key, tensor in found.items()
+        ]
+        with self.parts.executor.lock, self.parts.executor.quiet():
+            write_model(
+                directory,
+                entries,
+                read=pieces,
+                describe=lambda to: describe(model, torch.float32, to),
+                shard_bytes=shard_bytes,
+            )
 
     def _tensors(self, updated: Collection[str]) -> dict[str, _Saved]:
         """The tensors of a checkpoint, by name. `updated`: the parameters that have moments."""

@@ -18,7 +18,6 @@ from patrickstar.memory.device_failure import noticed_at
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.plan.plan import Plan
 from patrickstar.session.close import Closing
-from patrickstar.session.exporting import export_model
 from patrickstar.session.optimizer_target import OptimizerTarget
 from patrickstar.session.parts import Parts, Ties
 from patrickstar.session.saving import Saving
@@ -194,7 +193,7 @@ class Session:
         self._begin_access()
         shard_bytes = parse_size(max_shard_size, name="max_shard_size")
         self._parts.expect_whole_model()
-        export_model(self._parts, Path(dir), shard_bytes=shard_bytes)
+        self._saving().export(Path(dir), shard_bytes=shard_bytes)
 
     def _saving(self) -> Saving:
         groups = None if self.optimizer is None else self.optimizer.param_groups

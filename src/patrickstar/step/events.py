@@ -28,6 +28,7 @@ from patrickstar.step.assembling import Assembling
 from patrickstar.step.executor import Executor
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.masters import Masters
+from patrickstar.step.optimizer_step import expect_dense
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.training import Training
 from patrickstar.step.whole import Whole
@@ -141,10 +142,7 @@ class Events(Owner):
     def gradient(self, name: str, gradient: Tensor) -> None:
         if self.handed_out.watched:
             self.handed_out.check()
-        if gradient.layout is not torch.strided:
-            raise StateError(
-                f"{name} has a gradient of layout {gradient.layout}: sparse gradients cannot be managed; use sparse=False"
-            )
+        expect_dense(name, gradient)
         now = time.perf_counter()
         if not self._backward_began_s:
             self._backward_began_s = now

@@ -14,10 +14,11 @@ from patrickstar.core.layout import ALIGNMENT, Layout, Part
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 from patrickstar.core.trace import Phase, Touch
+from patrickstar.errors import StateError
 from patrickstar.memory.interruptions import InterruptionsPutOff
 from patrickstar.memory.lanes import Task
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.passes import Passes
+from patrickstar.optim.passes import Passes, update_all
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.planner import Planner
@@ -27,7 +28,7 @@ from patrickstar.step.gradients import Gradients
 from patrickstar.step.pending_step import Doer, PendingStep
 from patrickstar.step.precision import torch_type
 from patrickstar.step.stretches import Stretches
-from patrickstar.step.whole import Whole, expect_dense
+from patrickstar.step.whole import Whole
 from patrickstar.torch_private import one_thread_here
 
 _Planes = tuple[Tensor, Tensor | None, Tensor, Tensor]
@@ -35,6 +36,18 @@ _Planes = tuple[Tensor, Tensor | None, Tensor, Tensor]
 
 _Alike = tuple[int, Hyper, tuple[Tensor, ...]]
 """The number of an update, its hyper-parameters, and what the gradient is multiplied with first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A piece of a parameter, in one chunk: which of its elements, and where they and their averages lie, as 1-D tensors."""
+
+    span: slice
+    weight: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    averages: tuple[tuple[PlaneRef, int | None], ...]
+    """The units of the averages, and the slot of each: where that is another one now, these tensors are of others."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -60,6 +73,7 @@ class OptimizerStep(Doer):
     steps: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     is_half_done: bool = False
+    _places: dict[str, list[_Place]] = field(default_factory=dict)
 
     # orders
 
@@ -158,7 +172,7 @@ class OptimizerStep(Doer):
         """Updates parameters from the gradients that they have, and counts it: those of fp32 that keep their bytes together.
 
         Raises:
-            StateError: a gradient is sparse. Nothing has changed then.
+            StateError: a gradient is sparse. BudgetError: there is no room for averages. Nothing has changed then.
         """
         by_name, formats = self.binding.by_name, self.planner.formats.now
         by_use, splits = self.whole.why, REST in formats.planes
@@ -175,12 +189,58 @@ class OptimizerStep(Doer):
                 expect_dense(name, gradient)
         leaving = self.executor.room.making(self.planner.update_bytes) if by_use else nullcontext()
         with self.executor.lock, leaving, InterruptionsPutOff():  # half way weights would be of no one step
-            self.whole.update([name for name in names if name not in apart], hypers, self.steps)
+            self._update_together([name for name in names if name not in apart], hypers)
             self.is_half_done = bool(apart)
             for name, gradient in apart.items():
                 self.steps[name] = self.steps.get(name, 0) + 1
                 self.update_now(by_name[name], gradient, hyper=hypers[name])
             self.is_half_done = False
+
+    def _update_together(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
+        """Updates parameters that keep their bytes. BudgetError: there is no room for the averages of a first update. Nothing has changed then."""
+        alike: dict[tuple[Hyper, int], list[tuple[Tensor, ...]]] = {}
+        by_name, steps = self.binding.by_name, self.steps
+        device = "cpu" if self.binding.device is None else self.binding.device.type
+        with self.executor.apart():
+            for name in names:
+                bound = by_name[name]
+                gradient = bound.tensor().grad
+                assert gradient is not None, f"{name} has no gradient"
+                expect_dense(name, gradient)
+                flat = bound.flat(gradient)
+                planes = alike.setdefault((hypers[name], steps.get(name, 0) + 1), [])
+                for place in self._pieces(name):
+                    planes.append((place.weight, flat[place.span], place.exp_avg, place.exp_avg_sq))
+            for (hyper, step), planes in alike.items():
+                update_all(self.passes[device], planes, step=step, hyper=hyper)
+            for name in names:
+                steps[name] = steps.get(name, 0) + 1
+        self.binding.changes.stepped(names)
+
+    def _pieces(self, name: str) -> list[_Place]:
+        """The pieces of a parameter, with averages of zero where it has had none."""
+        slots, known = self.executor.store.units.slots_here, self._places.get(name)
+        if known is not None:
+            was = [slots.get(ref) == slot for place in known for ref, slot in place.averages]
+            if all(was):
+                return known
+        self.in_chunks.late_planes.thaw(name)
+        found = self._places[name] = list[_Place]()
+        for part in self.layout.parts(name):
+            averages = [PlaneRef(part.chunk, plane) for plane in (EXP_AVG, EXP_AVG_SQ)]
+            exp_avg, exp_avg_sq = self.executor.use(Phase.STEP, name, [Touch(ref, True) for ref in averages])
+            weight, start = self.layout.weight_place(part)
+            numel, own = part.stop - part.start, slice(part.start, part.stop)
+            found.append(
+                _Place(
+                    slice(part.tensor_start, part.tensor_start + numel),
+                    self.executor.store.tensor(weight)[start : start + numel],
+                    exp_avg[own],
+                    exp_avg_sq[own],
+                    tuple((ref, slots.get(ref)) for ref in averages),
+                )
+            )
+        return found
 
     def _planes(self, chunk: int, units: Mapping[PlaneRef, Tensor]) -> _Planes:
         head, numel = self.layout.run_of(chunk).head, self.layout.chunk_numel
@@ -214,3 +274,11 @@ class OptimizerStep(Doer):
             ranges.append((slice(start, stop), (step, hyper, factors)))
             following = stop, *key
         return ranges
+
+
+def expect_dense(name: str, gradient: Tensor) -> None:
+    """Raises StateError where a gradient is sparse."""
+    if gradient.layout is not torch.strided:
+        raise StateError(
+            f"{name} has a gradient that is not dense: sparse gradients cannot be managed; use sparse=False"
+        )

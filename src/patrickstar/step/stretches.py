@@ -79,41 +79,35 @@ class Stretches:
         recorded = torch.is_grad_enabled()
         self._forwards += recorded
         kind = StretchKind.TRAINING if recorded else StretchKind.EVALUATION
-        if self.whole.stays(known.expected, self.known.reserve_bytes):
-            self._begin_unseen(kind, known)
-            return
-        if was_whole:
+        is_whole = self.whole.stays(known.expected, self.known.reserve_bytes)
+        if was_whole and not is_whole:
             self.known.kinds.clear()
             known = self.known.expect(registered, named, args, kwargs)
-        expected = known.expected
-        self.blocks.bind(known.blocks)
-        self.blocks.expect_compilable(registered.modules)
-        stretch = (self._forward_with_updates(known) if recorded else None) or self._forward_alone(kind, known)
-        needed = self.executor.room.always_meters or expected.trace is None or expected.measure_next
-        # Whoever asks for the inputs' gradients may differentiate these, which only a measured trace can show.
-        wanted = recorded and known.measured is None and known.twice is None and asks_for_gradients((args, kwargs))
-        if needed or wanted:
-            meter = self.executor.room.start_meter(acts=needed)
-            if expected.trace is not None or can_be_traced((args, kwargs)):
-                self.executor.recorder = TraceRecorder(meter)
+        expected, room = known.expected, self.executor.room
+        if is_whole:  # nothing has to move, and nobody tells of uses
+            draft = None if expected.trace is None else self._forward(kind, expected).draft
+            if room.always_meters or (draft is None and self.budgets.bind):
+                room.start_meter(acts=True)
+            reserve, gradients = self.known.reserve_bytes(), self.whole.gradient_bytes
+            stretch = Stretch(kind, draft, reserve_bytes=reserve, gradient_bytes=gradients)
+        else:
+            self.blocks.bind(known.blocks)
+            self.blocks.expect_compilable(registered.modules)
+            stretch = (self._forward_with_updates(known) if recorded else None) or self._forward_alone(kind, known)
+            needed = room.always_meters or expected.trace is None or expected.measure_next
+            # Whoever asks for the inputs' gradients may differentiate these, which only a measured trace can show.
+            wanted = recorded and known.measured is None and known.twice is None and asks_for_gradients((args, kwargs))
+            if needed or wanted:
+                meter = room.start_meter(acts=needed)
+                if expected.trace is not None or can_be_traced((args, kwargs)):
+                    self.executor.recorder = TraceRecorder(meter)
         self._current, self._recorded = known, False
         self._begin(stretch)
-        self.executor.open()
-        if recorded:
-            self.training = stretch
-
-    def _begin_unseen(self, kind: StretchKind, known: KnownForward) -> None:
-        """Begins the stretch of a forward whose parameters are ordinary: nothing has to move for it, and nobody tells of their uses."""
-        draft = None if known.expected.trace is None else self._forward(kind, known.expected).draft
-        if self.executor.room.always_meters or (draft is None and self.budgets.bind):
-            self.executor.room.start_meter(acts=True)
-        reserve, gradients = self.known.reserve_bytes(), self.whole.gradient_bytes
-        stretch = Stretch(kind, draft, reserve_bytes=reserve, gradient_bytes=gradients)
-        self._current = known
-        self._begin(stretch)
-        if self.executor.room.meter is None:
+        if not is_whole:
+            self.executor.open()
+        elif room.meter is None:
             self.executor.store.hold_beside(stretch.reserve_bytes)
-        if kind is StretchKind.TRAINING:
+        if recorded:
             self.training = stretch
 
     def _forward_alone(self, kind: StretchKind, known: KnownForward) -> Stretch:

@@ -3,47 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
-from patrickstar.core.layout import Layout
-from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
-from patrickstar.core.trace import Phase, Touch, Trace
-from patrickstar.errors import BudgetError, StateError
-from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.passes import Passes, update_all
+from patrickstar.core.planes import GRAD, WEIGHT
+from patrickstar.core.trace import Touch, Trace
+from patrickstar.errors import BudgetError
 from patrickstar.parameters.binding import Binding
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.executor import Executor
 from patrickstar.step.known_forwards import KnownForward
-from patrickstar.step.late_planes import LatePlanes
 from patrickstar.torch_private import has_views
 from patrickstar.units import format_bytes
 
 _log = logging.getLogger("patrickstar")
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A piece of a parameter, in one chunk: which of its elements, and where they and their averages lie, as 1-D tensors."""
-
-    span: slice
-    weight: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    averages: tuple[tuple[PlaneRef, int | None], ...]
-    """The units of the averages, and the slot of each: where that is another one now, these tensors are of others."""
-
-
 @dataclass(kw_only=True, eq=False)
 class Whole:
-    """Parameters that keep their bytes: updates them all at once, and lets them go where they do not fit any more.
+    """Parameters that keep their bytes: lets them go where they do not fit any more.
 
     Attributes:
-        passes: by type of device. kept_in: gives the parameters whose gradients wait in a step with a trace, or with one that nobody knows.
+        kept_in: gives the parameters whose gradients wait in a step with a trace, or with one that nobody knows.
         sizes: gives the bytes of all model states with these gradients, which are no units and in no trace, and those of the gradients alone.
         why: why parameters are bound by use; empty as long as they are not.
         leaving: is called before they may be, left: where they are from now on.
@@ -51,10 +34,7 @@ class Whole:
     """
 
     binding: Binding
-    layout: Layout
     executor: Executor
-    late_planes: LatePlanes
-    passes: Mapping[str, Passes]
     kept_in: Callable[[Trace | None], frozenset[str]]
     sizes: Callable[[frozenset[str]], tuple[int, int]]
     budgets: Budgets
@@ -63,7 +43,6 @@ class Whole:
     leaving: Callable[[], None] = lambda: None
     left: Callable[[], None] = lambda: None
     kept: frozenset[str] = field(init=False)
-    _places: dict[str, list[_Place]] = field(default_factory=dict)
     _known: dict[frozenset[str], tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -121,7 +100,6 @@ class Whole:
 
     def _leave(self, why: str, *, needed: int, room: int) -> None:
         store, weights = self.executor.store, [ref for ref in self.executor.store.state.home if ref.plane == WEIGHT]
-        self._places.clear()
         self.leaving()
         for bound in self.binding:
             self.binding.changes.look(bound)
@@ -154,61 +132,3 @@ class Whole:
         """
         is_foreseen = self.executor.pilot.stretch.gradient_bytes is not None and name not in self.kept
         return is_foreseen and not has_views(self.binding.by_name[name].tensor())
-
-    def update(self, names: Collection[str], hypers: Mapping[str, Hyper], steps: dict[str, int]) -> None:
-        """Updates these parameters from their gradients, and counts it in `steps`.
-
-        Raises:
-            StateError: a gradient is sparse. BudgetError: there is no room for the averages of the first update. Nothing has changed then.
-        """
-        alike: dict[tuple[Hyper, int], list[tuple[Tensor, ...]]] = {}
-        by_name = self.binding.by_name
-        device = "cpu" if self.binding.device is None else self.binding.device.type
-        with self.executor.apart():
-            for name in names:
-                bound = by_name[name]
-                gradient = bound.tensor().grad
-                assert gradient is not None, f"{name} has no gradient"
-                expect_dense(name, gradient)
-                flat = bound.flat(gradient)
-                planes = alike.setdefault((hypers[name], steps.get(name, 0) + 1), [])
-                for place in self._pieces(name):
-                    planes.append((place.weight, flat[place.span], place.exp_avg, place.exp_avg_sq))
-            for (hyper, step), planes in alike.items():
-                update_all(self.passes[device], planes, step=step, hyper=hyper)
-            for name in names:
-                steps[name] = steps.get(name, 0) + 1
-        self.binding.changes.stepped(names)
-
-    def _pieces(self, name: str) -> list[_Place]:
-        """The pieces of a parameter, with averages of zero where it has had none."""
-        slots, known = self.executor.store.units.slots_here, self._places.get(name)
-        if known is not None:
-            was = [slots.get(ref) == slot for place in known for ref, slot in place.averages]
-            if all(was):
-                return known
-        self.late_planes.thaw(name)
-        found = self._places[name] = list[_Place]()
-        for part in self.layout.parts(name):
-            averages = [PlaneRef(part.chunk, plane) for plane in (EXP_AVG, EXP_AVG_SQ)]
-            exp_avg, exp_avg_sq = self.executor.use(Phase.STEP, name, [Touch(ref, True) for ref in averages])
-            weight, start = self.layout.weight_place(part)
-            numel, own = part.stop - part.start, slice(part.start, part.stop)
-            found.append(
-                _Place(
-                    slice(part.tensor_start, part.tensor_start + numel),
-                    self.executor.store.tensor(weight)[start : start + numel],
-                    exp_avg[own],
-                    exp_avg_sq[own],
-                    tuple((ref, slots.get(ref)) for ref in averages),
-                )
-            )
-        return found
-
-
-def expect_dense(name: str, gradient: Tensor) -> None:
-    """Raises StateError where a gradient is sparse."""
-    if gradient.layout is not torch.strided:
-        raise StateError(
-            f"{name} has a gradient that is not dense: sparse gradients cannot be managed; use sparse=False"
-        )
