@@ -11,7 +11,7 @@ NARROW = "tests/session/test_sixteen_bits.py"
 LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 
 ASSEMBLED: tuple[Mutant, ...] = (
-    Fault("an-assigned-gradient-is-rounded", "step.gradients:in_plane").by(
+    Fault("an-assigned-gradient-is-rounded", "step.optimizer_step:OptimizerStep.update_at_once").by(
         drop("make_fit"),
         f"{LINE}[forward backward grad(4)=.3 grad(7)=None read step zero forward backward step zero-bf16-fp32-emulated]",
     ),

@@ -29,7 +29,7 @@ HOMES: tuple[Mutant, ...] = (
         drop("_reserve", nth=1), f"{TESTS}::test_a_forward_that_is_never_traced_has_room_for_every_gradient[emulated]"
     ),
     Fault("an-evaluation-has-room-for-gradients", "step.forwards:KnownForwards._reserve").by(
-        drop("if not torch.is_grad_enabled(): ..."),
+        without("torch.is_grad_enabled()"),
         f"{TESTS}::test_what_cannot_be_traced_is_refused_before_anything_has_changed[cpu+disk-fp32]",
     ),
     Fault("a-gradient-that-no-trace-has-shown-has-no-home", "step.gradients:Gradients._make_ready").by(

@@ -111,10 +111,6 @@ OUTSIDE: tuple[Mutant, ...] = (
         always("shape_only"),
         "tests/session/test_checkpoints.py::test_weights_in_another_order_of_memory_come_back_with_their_moments",
     ),
-    Fault("gradients-that-no-update-takes-are-put-in-the-plane-for-it", "step.optimizer_step:OptimizerStep.do_now").by(
-        replace("order.hypers", "self.in_chunks.names"),
-        f"{LINE}[step grad(7)=.1 forward backward step read-bf16-fp32-cpu+disk]",
-    ),
     Fault("what-is-to-come-is-no-part-of-the-resident-size", "step.room:HostRoom.excess_bytes").by(
         without("growth_bytes", nth=3), f"{BOUND}::test_the_guard_counts_what_is_coming_beside_what_is_there"
     ),

@@ -29,7 +29,6 @@ from patrickstar.step.fitting_blocks import FittingBlocks
 from patrickstar.step.forwards import KnownForwards
 from patrickstar.step.gradients import Gradients
 from patrickstar.step.late_planes import LatePlanes
-from patrickstar.step.masters import Masters
 from patrickstar.step.optimizer_step import OptimizerStep
 from patrickstar.step.room import EmulatedRoom, HostRoom
 from patrickstar.step.stretches import Stretches
@@ -37,6 +36,7 @@ from patrickstar.step.training import Training
 from patrickstar.step.training_deferred import DeferredTraining
 from patrickstar.step.training_in_backward import InBackwardTraining
 from patrickstar.step.values import Weights
+from patrickstar.step.weight_masters import Masters
 from patrickstar.step.whole import Whole
 from patrickstar.units import format_bytes
 
@@ -114,6 +114,8 @@ def build_step(
     )
     planner, places = setup.planner(choice, room.planned), setup.places(model, binding.names)
     fitting = FittingBlocks(
+        model=model,
+        named=named,
         tracer=setup.tracer(in_a_group),
         budgets=budgets,
         places=places,

@@ -150,13 +150,14 @@ def _forecast(
         return state
 
     places = setup.places(model, names_by_id(named))
-    fitting = FittingBlocks(tracer=tracer, budgets=budgets, places=places, start=start, traced=traced)
-    call = model, named, (), inputs
+    fitting = FittingBlocks(
+        model=model, named=named, tracer=tracer, budgets=budgets, places=places, start=start, traced=traced
+    )
     try:
         try:
-            foreseen = fitting.foresee_in((), *call)
+            foreseen = fitting.foresee_in((), (), inputs)
         except CannotTrace:  # by use; what blocks do may show all the same
-            foreseen = fitting.foresee_in([place.path for place in places], *call)
+            foreseen = fitting.foresee_in([place.path for place in places], (), inputs)
     except CannotTrace as problem:
         raise Error(f"the model cannot be traced without running it, so there is no forecast: {problem}") from problem
     step = foreseen.trace
@@ -185,7 +186,7 @@ def _forecast(
     )
     try:
         if whole_gradients is None:
-            step = fitting.foresee(*call, in_blocks=True)[0].trace
+            step = fitting.foresee((), inputs, in_blocks=True)[0].trace
             found = replace(found, traces=traces_of(step))
         state = start(step)
         need = worst_moment(step, start=state, trained=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,12 +25,11 @@ class OptimizerTarget:
     """A session as its optimizer sees it (`optim.managed.StepTarget`).
 
     Attributes:
-        parts: of the session. original: the optimizer that was passed to `manage`. expect_open: raises where the session is closed.
+        parts: of the session. original: the optimizer that was passed to `manage`.
     """
 
     parts: Parts
     original: torch.optim.Optimizer
-    expect_open: Callable[[], None]
 
     def step_groups(self) -> None:
         """The optimizer's step."""
@@ -52,7 +51,7 @@ class OptimizerTarget:
     @cached_property
     def optimizer_state(self) -> StateMapping:
         """The state by parameter, bound by use; one and the same mapping."""
-        return StateMapping(self.parts, self.original, expect_open=self.expect_open)
+        return StateMapping(self.parts, self.original)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """The state in torch's format, whole. BudgetError where it does not fit at once."""

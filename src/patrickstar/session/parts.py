@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from patrickstar.core.layout import Layout
+from patrickstar.errors import StateError
 from patrickstar.hooks import Watched
 from patrickstar.parameters.binding import Binding
 from patrickstar.session.buffers import Kind
@@ -48,8 +49,16 @@ class Parts:
         """Updates so far, by parameter."""
         return self.training.updates.steps
 
+    def expect_open(self) -> None:
+        """Raises StateError where the session is closed."""
+        if self.events.is_closed:
+            raise StateError(
+                f"{self.events.session_name} is closed: the model has ordinary parameters; manage it again"
+            )
+
     def begin_access(self) -> None:
-        """Prepares for reading or writing state: does what is pending, and ends a stretch that is complete."""
+        """Prepares for reading or writing state: does what is pending, and ends a stretch that is complete. StateError: the session is closed."""
+        self.expect_open()
         self.events.forget_abandoned_backward()
         self.executor.settle()
         self.events.check_watch()

@@ -134,7 +134,7 @@ class Saving:
         return {saved.entry.name: saved for saved in found}
 
     def _kept(self, plane: str, bound: BoundParameter) -> _Saved:
-        """What is kept of a parameter in a plane."""
+        """A parameter's values in a plane."""
         weights, name = self.parts.weights, f"{plane}/{bound.name}"
 
         def take(reader: StepReader) -> None:

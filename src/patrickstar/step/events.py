@@ -27,10 +27,10 @@ from patrickstar.plan.touches import Touches
 from patrickstar.step.assembling import Assembling
 from patrickstar.step.executor import Executor
 from patrickstar.step.late_planes import LatePlanes
-from patrickstar.step.masters import Masters
 from patrickstar.step.optimizer_step import expect_dense
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.training import Training
+from patrickstar.step.weight_masters import Masters
 from patrickstar.step.whole import Whole
 from patrickstar.torch_private import backward_id, backward_makes_graph
 from patrickstar.tracing.cast_inputs import cast_inputs
@@ -46,6 +46,7 @@ class Events(Owner):
         registered: the model, and what it has. compute: the type that inputs are cast to.
         handed_out: memory that others may write to. outside: a parameter that no block owns, if there is one.
         advice: gives what is added where a call is refused. seconds: durations of the last forward and backward.
+        is_closed: whether the session is.
     """
 
     registered: Registered
@@ -66,6 +67,7 @@ class Events(Owner):
     advice: Callable[[], str] = field(init=False)
 
     seconds: dict[str, float] = field(default_factory=lambda: {"forward": 0.0, "backward": 0.0})
+    is_closed: bool = False
     _process: int = field(default_factory=os.getpid)
     _depth: int = 0
     _caller: FrameType | None = None
@@ -142,7 +144,8 @@ class Events(Owner):
     def gradient(self, name: str, gradient: Tensor) -> None:
         if self.handed_out.watched:
             self.handed_out.check()
-        expect_dense(name, gradient)
+        if gradient.layout is not torch.strided:
+            expect_dense(name, gradient)
         now = time.perf_counter()
         if not self._backward_began_s:
             self._backward_began_s = now
@@ -199,7 +202,7 @@ class Events(Owner):
         if self.binding.is_whole:
             self.binding.whole.take_back(for_forward=True)
         with self.executor.lock:
-            self.stretches.begin_forward(self.registered, self.named, args, kwargs)
+            self.stretches.begin_forward(self.registered, args, kwargs)
         self.touches.begin_forward()
         self._depth, self._caller = 1, sys._getframe(1)
         self._in_backward = False

@@ -35,7 +35,7 @@ class KnownForward:
     """Knowledge of one kind of forward, or of one course of its steps. See Note [Courses].
 
     Attributes:
-        trace: what the forward is expected to do. measured: what the forward did when it was last recorded.
+        trace: what the forward is expected to do. offline: the forecast at first. measured: what the forward did when it was last recorded.
         reason: why there is no trace. by_chance: whether the forward branches on numbers that it draws.
         by_use: why its bits would be others if nobody saw each use of a parameter; empty where they would not.
         measurements: how often a measured trace has taken the place of another. departures: steps in a row that did not go as the trace.
@@ -47,6 +47,7 @@ class KnownForward:
     """
 
     trace: Trace | None = None
+    offline: Trace | None = None
     measured: Trace | None = None
     reason: str = ""
     by_chance: bool = False

@@ -137,10 +137,10 @@ class LatePlanes:
         Raises:
             BudgetError: these planes do not fit.
         """
-        is_trained = self.gradients is not GradientUse.NONE
-        for name in names if is_trained and self.layout.has_frozen else ():
-            for weight in self.layout.weight_units(name):
-                self._thaw_run(self.layout.run_of(weight.chunk), name)
+        if self.layout.has_frozen and self.gradients is not GradientUse.NONE:
+            for name in names:
+                for weight in self.layout.weight_units(name):
+                    self._thaw_run(self.layout.run_of(weight.chunk), name)
 
     def _thaw_run(self, run: Run, name: str) -> None:
         chunks = range(run.head, run.head + run.length)

@@ -59,6 +59,7 @@ class OptimizerStep(Doer):
         whole: the parameters as long as they keep their bytes.
         steps: updates so far, by parameter name; a parameter that was never updated has no entry.
         seconds: duration of the last step. is_half_done: whether one has failed half way.
+        make_fit: has gradients of a parameter be kept in the type of one of the user's own.
     """
 
     binding: Binding
@@ -73,7 +74,12 @@ class OptimizerStep(Doer):
     steps: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     is_half_done: bool = False
+    make_fit: Callable[[BoundParameter, Tensor], None] = field(init=False)
     _places: dict[str, list[_Place]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        in_chunks = self.in_chunks  # through it, this must not hold itself
+        self.make_fit = lambda bound, gradient: in_chunks.make_fit(bound, gradient.dtype)
 
     # orders
 
@@ -168,8 +174,10 @@ class OptimizerStep(Doer):
                 self._update(self._planes(part.chunk, units), span, here, alike)
         self.binding.changes.stepped([name])
 
-    def update_at_once(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
+    def update_at_once(self, names: Collection[str], hypers: Mapping[str, Hyper], *, as_made: bool = False) -> None:
         """Updates parameters from the gradients that they have, and counts it: those of fp32 that keep their bytes together.
+
+        `as_made`: whether gradients are as autograd has made them, and rounded; those of the user's own are not.
 
         Raises:
             StateError: a gradient is sparse. BudgetError: there is no room for averages. Nothing has changed then.
@@ -187,6 +195,9 @@ class OptimizerStep(Doer):
         for name, gradient in apart.items():
             if gradient is not None:
                 expect_dense(name, gradient)
+        for name, gradient in apart.items() if not as_made else ():
+            if gradient is not None:
+                self.make_fit(by_name[name], gradient)
         leaving = self.executor.room.making(self.planner.update_bytes) if by_use else nullcontext()
         with self.executor.lock, leaving, InterruptionsPutOff():  # half way weights would be of no one step
             self._update_together([name for name in names if name not in apart], hypers)

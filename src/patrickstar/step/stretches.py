@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.trace import Trace
@@ -65,24 +64,18 @@ class Stretches:
 
     # forwards
 
-    def begin_forward(
-        self,
-        registered: Registered,
-        named: Mapping[str, nn.Parameter],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> None:
+    def begin_forward(self, registered: Registered, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begins the stretch of a forward of the whole model. BudgetError: the forward does not fit. Nothing has changed then."""
         self.end()
         was_whole = not self.whole.why
-        known = self.known.expect(registered, named, args, kwargs)
+        known = self.known.expect(registered, args, kwargs)
         recorded = torch.is_grad_enabled()
         self._forwards += recorded
         kind = StretchKind.TRAINING if recorded else StretchKind.EVALUATION
         is_whole = self.whole.stays(known.expected, self.known.reserve_bytes)
         if was_whole and not is_whole:
             self.known.kinds.clear()
-            known = self.known.expect(registered, named, args, kwargs)
+            known = self.known.expect(registered, args, kwargs)
         expected, room = known.expected, self.executor.room
         if is_whole:  # nothing has to move, and nobody tells of uses
             draft = None if expected.trace is None else self._forward(kind, expected).draft

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -77,6 +77,7 @@ class Training(ABC):
     def _notice_backward(self) -> None:
         """Notes that the innermost backward has a gradient to give, now or at its end."""
         self._bringing = backward_id()
+        self.executor.pilot.stretch.gives_gradients()
         at_end_of_backward(self._end)
 
     def notice_recomputation(self) -> None:
@@ -152,18 +153,6 @@ class Training(ABC):
     @abstractmethod
     def step(self) -> None:
         """Takes the optimizer's step: of every parameter that has a gradient and is in a group."""
-
-    def _update_own(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
-        """Updates parameters at once, from gradients of which some are tensors of their own: these are not rounded."""
-        for name in names if self.binding.changes.rewriting is not None else ():
-            own = self.binding.gradients.own_of(name)
-            if own is not None:
-                self._make_fit(self.binding.by_name[name], own)
-        self.updates.update_at_once(names, hypers)
-
-    def _make_fit(self, bound: BoundParameter, own: Tensor) -> None:
-        """Has gradients of a parameter be kept in the type of one that is a tensor of its own."""
-        self.in_chunks.make_fit(bound, own.dtype)
 
     # whether all is of one step
 

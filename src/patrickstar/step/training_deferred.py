@@ -15,7 +15,6 @@ from patrickstar.core.trace import Phase, Trace
 from patrickstar.memory.device_failure import noticed_at
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import Norm, clip_factor, norm_of
-from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.touches import gradient_parts
 from patrickstar.step.overflow import OverflowFlag, names_of, read
 from patrickstar.step.sixteen_bit_gradients import SixteenBitGradients
@@ -36,13 +35,10 @@ class DeferredTraining(Training):
     def __post_init__(self) -> None:
         self._narrow = SixteenBitGradients(self.binding, self.in_chunks, self.executor)
         self.binding.gradients.comes = partial(DeferredTraining._comes, weakref.proxy(self))
-        self.whole.leaving = self._narrow.put_in_chunks
+        self.whole.leaving, self.updates.make_fit = self._narrow.put_in_chunks, self._narrow.make_fit
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Takes a gradient that has arrived, which autograd keeps where nothing has to move."""
-        stretch = self.executor.pilot.stretch
-        if not stretch.gave_gradients:
-            stretch.gives_gradients()
         if self._bringing != backward_id():
             self._notice_backward()
         if self.binding.gradients.stay:
@@ -183,7 +179,7 @@ class DeferredTraining(Training):
         self.stretches.step_ended()
         began = time.perf_counter()
         if own:  # which may be changed at any time
-            self._update_own(own, hypers)
+            self.updates.update_at_once(own, hypers)
         order = self.updates.order(names, hypers)
         order.seconds = time.perf_counter() - began
         self.executor.pending = order
@@ -196,12 +192,9 @@ class DeferredTraining(Training):
         names = [
             name for name, bound in self.binding.by_name.items() if name in hypers and bound.tensor().grad is not None
         ]
-        self._update_own(names, hypers)
+        self.updates.update_at_once(names, hypers)
         self.updates.seconds = time.perf_counter() - began
         stretch = self.executor.pilot.stretch
         stretch.gives_gradients()  # of which most have not been told of
         stretch.finish()
         self.stretches.step_ended()
-
-    def _make_fit(self, bound: BoundParameter, own: Tensor) -> None:
-        self._narrow.make_fit(bound, own)

@@ -89,9 +89,6 @@ class InBackwardTraining(Training):
 
     def _arrives(self, name: str) -> None:
         """Notes that a backward has a gradient to give; where parameters keep their bytes, before it is added to `p.grad`."""
-        stretch = self.executor.pilot.stretch
-        if not stretch.gave_gradients:
-            stretch.gives_gradients()
         if self._bringing is None:
             if self._updated and not self._is_nested:
                 raise StateError(_SECOND_BACKWARD)
@@ -135,21 +132,21 @@ class InBackwardTraining(Training):
         if self.whole.why:
             self._update(left, hypers)
         else:  # from gradients that stay
-            self._update_own(sorted(left), hypers)
+            self.updates.update_at_once(sorted(left), hypers)
 
     def _update(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
         """Updates parameters now, from gradients that are kept, which are let go then, or from the user's own."""
         if not names:
             return
         if not self.whole.why:
-            self.updates.update_at_once(sorted(names), hypers)
+            self.updates.update_at_once(sorted(names), hypers, as_made=True)
             self._updated.update(names)
             self.binding.gradients.used.put(names)
             return
         self._updated.update(names)
         self._unfinished = True
         kept = self.in_chunks.names.intersection(names)
-        self._update_own(sorted(name for name, _ in self.binding.gradients.owned() if name in names), hypers)
+        self.updates.update_at_once(sorted(name for name, _ in self.binding.gradients.owned() if name in names), hypers)
         self.executor.pending = self.updates.order(kept, hypers)
         self.executor.settle()
         self._unfinished = False
