@@ -132,11 +132,7 @@ class LatePlanes:
         return homes, slots
 
     def thaw(self, *names: str) -> None:
-        """Gives parameters that were frozen, and whatever shares their chunks, the planes for training.
-
-        Raises:
-            BudgetError: these planes do not fit.
-        """
+        """Gives parameters that were frozen, and whatever shares their chunks, the planes for training. BudgetError: these planes do not fit."""
         if self.layout.has_frozen and self.gradients is not GradientUse.NONE:
             for name in names:
                 for weight in self.layout.weight_units(name):
@@ -158,11 +154,7 @@ class LatePlanes:
         self.changed(f"{name} is trained from now on")
 
     def widen_gradients(self) -> None:
-        """Widens gradients to fp32, in every chunk: those that have come, and those that will come.
-
-        Raises:
-            BudgetError: the wider planes do not fit.
-        """
+        """Widens gradients to fp32, in every chunk: those that have come, and those that will come. BudgetError: the wider planes do not fit."""
         self.executor.settle()
         formats, layout, state = self.formats.now, self.layout, self.executor.store.state
         gradients = [ref for ref in formats.units(layout, (GRAD,)) if formats.of(ref, layout).itemsize < _WIDE]
