@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import nn
@@ -24,8 +25,9 @@ from patrickstar.session.buffers import fit_buffers
 from patrickstar.session.build_memory import build_memory
 from patrickstar.session.build_step import build_step
 from patrickstar.session.checks import check_model
+from patrickstar.session.close import Closing
 from patrickstar.session.loading import Loading
-from patrickstar.session.parts import Parts, Ties
+from patrickstar.session.parts import Parts
 from patrickstar.session.scaler import LossScaler
 from patrickstar.session.session import Session
 from patrickstar.session.start import Setup, set_up
@@ -102,7 +104,7 @@ def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, s
             blocks.watch()
         dtypes = {name: parameter.dtype for name, parameter in named.items()}
         buffers = fit_buffers(model, setup.precision, setup.budgets.stream_device, undo)
-        session = Session(parts, Ties(root, dtypes, buffers))
+        session = Session(parts, partial(Closing, parts, root, dtypes, buffers))
         if original is not None:
             managed = session.attach(original)
             undo.callback(managed.detach)

@@ -1,18 +1,15 @@
-"""Parts of a session, and what ties them to the user's model."""
+"""Parts of a session."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from patrickstar.core.layout import Layout
 from patrickstar.errors import StateError
-from patrickstar.hooks import Watched
 from patrickstar.parameters.binding import Binding
-from patrickstar.session.buffers import Kind
 from patrickstar.step.events import Events, expect_own_parameters
 from patrickstar.step.executor import Executor
 from patrickstar.step.gradients import Gradients
@@ -69,16 +66,3 @@ class Parts:
         """Raises StateError where the weights are of no one step, or not those that are managed."""
         self.training.expect_whole()
         expect_own_parameters(self.model, self.named, self.binding.is_managed)
-
-
-@dataclass(frozen=True, slots=True)
-class Ties:
-    """The hooks on a model under management, and what its parameters and buffers were before.
-
-    Attributes:
-        buffers: what those were that have been cast or moved.
-    """
-
-    root: Watched
-    parameter_dtypes: Mapping[str, torch.dtype]
-    buffers: Mapping[str, Kind]

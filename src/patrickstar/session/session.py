@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,7 +19,7 @@ from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.plan.plan import Plan
 from patrickstar.session.close import Closing
 from patrickstar.session.optimizer_target import OptimizerTarget
-from patrickstar.session.parts import Parts, Ties
+from patrickstar.session.parts import Parts
 from patrickstar.session.saving import Saving
 from patrickstar.session.stats import Stats, gather_stats
 from patrickstar.step.training import Training
@@ -32,9 +32,9 @@ class Session:
     `layout`: which parameter lies in which chunk; `layout.padding` is the share of chunk space unused.
     """
 
-    def __init__(self, parts: Parts, ties: Ties) -> None:
+    def __init__(self, parts: Parts, closing: Callable[..., Closing]) -> None:
         self._parts = parts
-        self._ties = ties
+        self._make_closing = closing
         self.layout = parts.layout
         self.optimizer: ManagedOptimizer | None = None
         """The optimizer to step with: it shares `param_groups` with the one passed to `manage`. None where there was none."""
@@ -223,7 +223,7 @@ class Session:
         self._parts.events.check_watch()
         self._parts.binding.whole.take_back()
         if self._closing is None:
-            self._closing = Closing(self._parts, self._ties, optimizer=self.optimizer, keep_weights=keep_weights)
+            self._closing = self._make_closing(optimizer=self.optimizer, keep_weights=keep_weights)
         elif not keep_weights:
             self._closing.give_up()
         with noticed_at("close()"):

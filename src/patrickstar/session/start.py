@@ -201,13 +201,7 @@ def layout_of(
     """
     tiles = find_tiles(model, named, memory.options.tile_rows)
     specs = [
-        TensorSpec(
-            name,
-            tuple(parameter.shape),
-            trained(parameter),
-            lies_in(name, precision.whole),
-            tiles.get(name),
-        )
+        TensorSpec(name, tuple(parameter.shape), trained(parameter), lies_in(name, precision.whole), tiles.get(name))
         for name, parameter in named.items()
     ]
     granule_numel = granule_bytes // precision.formats.narrowest

@@ -121,12 +121,7 @@ class LatePlanes:
     def _homes_for(self, kept: Collection[PlaneRef], *, why: str) -> tuple[_Homes, _Slots]:
         """Homes and sizes for those of these gradients that have no home. BudgetError: the gradients do not fit."""
         homes, slots = place_gradients(
-            self.machine,
-            kept,
-            state=self.executor.store.state,
-            layout=self.layout,
-            formats=self.formats.now,
-            why=why,
+            self.machine, kept, state=self.executor.store.state, layout=self.layout, formats=self.formats.now, why=why
         )
         self._expect_room_for_updates(homes, slots, self.formats.now)
         return homes, slots
@@ -171,12 +166,7 @@ class LatePlanes:
         self.changed("gradients of several backwards add up in fp32 from now on")
 
     def _reform(
-        self,
-        homes: _Homes,
-        slots: _Slots,
-        *,
-        keep: PlaneRef | None,
-        grow: Callable[[Formats], Formats],
+        self, homes: _Homes, slots: _Slots, *, keep: PlaneRef | None, grow: Callable[[Formats], Formats]
     ) -> None:
         """Takes units in, or in another size. `keep`: the unit whose contents stay, in its new type. `grow`: gives the formats with these units."""
         executor, state = self.executor, self.executor.store.state

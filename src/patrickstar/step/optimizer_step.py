@@ -34,20 +34,11 @@ from patrickstar.torch_private import one_thread_here
 _Planes = tuple[Tensor, Tensor | None, Tensor, Tensor]
 """A chunk's part of the weight's run, its rest where that is split, and its averages, as 1-D tensors."""
 
+_Piece = tuple[slice, Tensor, Tensor, Tensor]
+"""Elements of a parameter in one chunk: which, and where they and their averages lie, as 1-D tensors."""
+
 _Alike = tuple[int, Hyper, tuple[Tensor, ...]]
 """The number of an update, its hyper-parameters, and what the gradient is multiplied with first."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A piece of a parameter, in one chunk: which of its elements, and where they and their averages lie, as 1-D tensors."""
-
-    span: slice
-    weight: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    averages: tuple[tuple[PlaneRef, int | None], ...]
-    """The units of the averages, and the slot of each: where that is another one now, these tensors are of others."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -75,7 +66,7 @@ class OptimizerStep(Doer):
     seconds: float = 0.0
     is_half_done: bool = False
     make_fit: Callable[[BoundParameter, Tensor], None] = field(init=False)
-    _places: dict[str, list[_Place]] = field(default_factory=dict)
+    _places: dict[str, tuple[dict[PlaneRef, int], list[_Piece]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         in_chunks = self.in_chunks  # through it, this must not hold itself
@@ -220,37 +211,29 @@ class OptimizerStep(Doer):
                 expect_dense(name, gradient)
                 flat = bound.flat(gradient)
                 planes = alike.setdefault((hypers[name], steps.get(name, 0) + 1), [])
-                for place in self._pieces(name):
-                    planes.append((place.weight, flat[place.span], place.exp_avg, place.exp_avg_sq))
+                for span, weight, exp_avg, exp_avg_sq in self._pieces(name):
+                    planes.append((weight, flat[span], exp_avg, exp_avg_sq))
             for (hyper, step), planes in alike.items():
                 update_all(self.passes[device], planes, step=step, hyper=hyper)
             for name in names:
                 steps[name] = steps.get(name, 0) + 1
         self.binding.changes.stepped(names)
 
-    def _pieces(self, name: str) -> list[_Place]:
+    def _pieces(self, name: str) -> list[_Piece]:
         """The pieces of a parameter, with averages of zero where it has had none."""
         slots, known = self.executor.store.units.slots_here, self._places.get(name)
-        if known is not None:
-            was = [slots.get(ref) == slot for place in known for ref, slot in place.averages]
-            if all(was):
-                return known
+        if known is not None and known[0].items() <= slots.items():  # else these tensors are of others now
+            return known[1]
         self.in_chunks.late_planes.thaw(name)
-        found = self._places[name] = list[_Place]()
+        where, found = self._places[name] = dict[PlaneRef, int](), list[_Piece]()
         for part in self.layout.parts(name):
             averages = [PlaneRef(part.chunk, plane) for plane in (EXP_AVG, EXP_AVG_SQ)]
             exp_avg, exp_avg_sq = self.executor.use(Phase.STEP, name, [Touch(ref, True) for ref in averages])
             weight, start = self.layout.weight_place(part)
             numel, own = part.stop - part.start, slice(part.start, part.stop)
-            found.append(
-                _Place(
-                    slice(part.tensor_start, part.tensor_start + numel),
-                    self.executor.store.tensor(weight)[start : start + numel],
-                    exp_avg[own],
-                    exp_avg_sq[own],
-                    tuple((ref, slots.get(ref)) for ref in averages),
-                )
-            )
+            where.update((ref, slots[ref]) for ref in averages)
+            span, unit = slice(part.tensor_start, part.tensor_start + numel), self.executor.store.tensor(weight)
+            found.append((span, unit[start : start + numel], exp_avg[own], exp_avg_sq[own]))
         return found
 
     def _planes(self, chunk: int, units: Mapping[PlaneRef, Tensor]) -> _Planes:
