@@ -166,7 +166,7 @@ STREAMS: tuple[Mutant, ...] = (
         "tests/core/test_cuda_blocks.py::test_what_is_counted_is_what_a_block_can_have",
     ),
     Fault("gradients-of-the-users-count-as-they-are", "parameters.binding:Binding.taken_bytes").by(
-        returns("sum(own.nbytes for _, own in self.gradients.owned()) + self.assembled.taken_bytes()"),
+        returns("sum(own.nbytes for _, own in self.gradients.owned()) + self.leases.assembled_bytes()"),
         f"{PEAKS}::test_what_the_user_takes_of_a_device_counts_as_its_blocks",
     ),
     Fault("tensors-put-together-count-as-they-are", "memory.leases:Leases.take_copy").by(
@@ -201,8 +201,8 @@ STREAMS: tuple[Mutant, ...] = (
     Fault("values-of-inputs-on-a-device-are-unknown", "tracing.offline:_on_cpu").by(
         without("Undispatched()"), f"{PEAKS}::test_a_forecast_knows_the_values_of_inputs_on_the_device"
     ),
-    Fault("scratch-of-a-norm-comes-before-its-room", "step.training_deferred:DeferredTraining._norm_of").by(
-        assign("norm", "self._begin_norm()", nth=1), f"{PEAKS}::test_a_norm_has_its_scratch_when_there_is_room_for_it"
+    Fault("scratch-of-a-norm-comes-before-its-room", "step.training_deferred:DeferredTraining._take_norm").by(
+        replace("None", "self._begin_norm()", nth=1), f"{PEAKS}::test_a_norm_has_its_scratch_when_there_is_room_for_it"
     ),
     Fault("memory-that-torch-keeps-is-not-taken-back", "memory.driver:DeviceAddresses.map").by(
         never("_OUT_OF_MEMORY", nth=1),

@@ -204,7 +204,7 @@ class Binding:
 
     def taken_bytes(self) -> int:
         """Bytes of the budget that the user has taken: gradients of the user's own, unless all are, and whole tensors put together."""
-        return (0 if self.is_whole else self.gradients.taken_bytes()) + self.assembled.taken_bytes()
+        return (0 if self.is_whole else self.gradients.taken_bytes()) + self.leases.assembled_bytes()
 
     # one use
 

@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ
 from patrickstar.deferred.deferred_init import deferred_by
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.optim.user_optimizer import read_state
@@ -49,7 +48,7 @@ def take_over(parts: Parts, source: Loading | None, optimizer: torch.optim.Optim
             for name, gradient in their_gradients.items():
                 gradients.add(binding.by_name[name], gradient)
             gradients.whole |= gradients.names
-            _take_state(parts, optimizer)
+            parts.take_states(read_state(optimizer, binding.names))
     except BaseException:
         for name in taken:
             named[name].data = own[name] if name in own else weights.read(name).to(dtypes[name])
@@ -90,10 +89,3 @@ def _fill(bound: BoundParameter, source: Loading | None, weights: Weights) -> bo
     else:
         weights.fill(bound, bound.parameter.data)
     return recorder is None
-
-
-def _take_state(parts: Parts, optimizer: torch.optim.Optimizer) -> None:
-    for name, entry in read_state(optimizer, parts.binding.names).items():
-        parts.weights.write_average(name, EXP_AVG, entry.exp_avg)
-        parts.weights.write_average(name, EXP_AVG_SQ, entry.exp_avg_sq)
-        parts.steps[name] = entry.step

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from patrickstar.core.machine import Tier
-from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, STEP
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ
 from patrickstar.errors import BudgetError
-from patrickstar.memory.leases import AssembledKey
 from patrickstar.optim.state import State, pack, unpack
 from patrickstar.optim.user_optimizer import read_groups
 from patrickstar.session.parts import Parts
@@ -77,16 +76,11 @@ class OptimizerTarget:
     def load_optimizer_state(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over moments and counts of updates in torch's format, in place of all there were."""
         self.parts.begin_access()
-        binding, weights, steps = self.parts.binding, self.parts.weights, self.parts.steps
-        states = unpack(state_dict, self.original.param_groups, binding.names)
-        for name in set(steps) - set(states):
-            weights.clear_averages(name)
-        steps.clear()
-        for name, entry in states.items():
-            weights.write_average(name, EXP_AVG, entry.exp_avg)
-            weights.write_average(name, EXP_AVG_SQ, entry.exp_avg_sq)
-            steps[name] = entry.step
-            binding.assembled.changed(AssembledKey(name, STEP))
+        states = unpack(state_dict, self.original.param_groups, self.parts.binding.names)
+        for name in set(self.parts.steps) - set(states):
+            self.parts.weights.clear_averages(name)
+        self.parts.steps.clear()
+        self.parts.take_states(states)
 
     def _room_bytes(self) -> int | None:
         """Bytes of whole tensors that fit the host budget beside a few slots; None where the user gave none."""

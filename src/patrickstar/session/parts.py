@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from patrickstar.core.layout import Layout
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, STEP
 from patrickstar.errors import StateError
+from patrickstar.memory.leases import AssembledKey
+from patrickstar.optim.state import State
 from patrickstar.parameters.binding import Binding
 from patrickstar.step.events import Events, expect_own_parameters
 from patrickstar.step.executor import Executor
@@ -61,6 +64,14 @@ class Parts:
         self.events.check_watch()
         self.binding.whole.take_back()
         self.stretches.pause()
+
+    def take_states(self, states: Mapping[str, State]) -> None:
+        """Sets the optimizer's state of these parameters."""
+        for name, state in states.items():
+            self.weights.write_average(name, EXP_AVG, state.exp_avg)
+            self.weights.write_average(name, EXP_AVG_SQ, state.exp_avg_sq)
+            self.steps[name] = state.step
+            self.binding.assembled.changed(AssembledKey(name, STEP))
 
     def expect_whole_model(self) -> None:
         """Raises StateError where the weights are of no one step, or not those that are managed."""

@@ -73,14 +73,11 @@ class Setup:
     @property
     def never_whole(self) -> str:
         """The reason why parameters are bound by use whatever the budget; empty where there is none."""
-        reasons = {
-            "asked for": self.binding != "whole",
-            "gradients of 16 bits from before manage()": self.has_gradients
-            and self.precision.mixed
-            and self.gradients is GradientUse.UPDATE,
-            "Options(tile_rows=)": self.memory.options.tile_rows is not None,
-        }
-        return next((reason for reason, holds in reasons.items() if holds), "")
+        if self.binding != "whole":
+            return "asked for"
+        if self.has_gradients and self.precision.mixed and self.gradients is GradientUse.UPDATE:
+            return "gradients of 16 bits from before manage()"
+        return "" if self.memory.options.tile_rows is None else "Options(tile_rows=)"
 
     def kept_gradients(self, trace: Trace | None) -> frozenset[str]:
         """The parameters whose gradients are kept beyond their arrival in a step with this trace; None: nobody knows its trace."""

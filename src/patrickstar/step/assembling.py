@@ -84,7 +84,6 @@ class Assembling:
         """Leaves chunks less room while a tensor of `nbytes` is put together."""
         nbytes = block_bytes(nbytes, "cpu" if self.binding.device is None else self.binding.device.type)
         held = self.binding.leases.assembled_bytes()
-        self.binding.assembled.making_bytes += nbytes
         try:
             with self.executor.room.making(nbytes, is_budgeted=True):
                 yield
@@ -107,8 +106,6 @@ class Assembling:
                 smallest_bytes=needed,
                 fixed_bytes=fixed_bytes,
             ) from refusal
-        finally:
-            self.binding.assembled.making_bytes -= nbytes
 
 
 def count_of(key: AssembledKey, value: Tensor) -> int:

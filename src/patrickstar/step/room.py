@@ -82,7 +82,6 @@ class Room:
         self._abandoned: weakref.finalize[Any, Any] | None = None
         self._before_bytes = 0  # beside chunks, at the moment before
         self._making_bytes = 0
-        self._assembling_bytes = 0
 
     # stretches
 
@@ -158,17 +157,17 @@ class Room:
     @contextmanager
     def making(self, nbytes: int, *, is_budgeted: bool = False) -> Iterator[None]:
         """Leaves room for a tensor that is being filled, in the moments meanwhile. `is_budgeted`: what chunks may take has become less by it."""
-        stretch = self._pilot.stretch
-        reserved, budgeted = (0, nbytes) if is_budgeted else (nbytes, 0)
+        stretch, leases = self._pilot.stretch, self._store.leases
+        reserved = 0 if is_budgeted else nbytes
         self._making_bytes += nbytes
+        leases.making_bytes += nbytes - reserved
         stretch.reserve(reserved)
-        self._assembling_bytes += budgeted
         try:
             yield
         finally:
             self._making_bytes -= nbytes
+            leases.making_bytes -= nbytes - reserved
             stretch.reserve(-reserved)
-            self._assembling_bytes -= budgeted
 
     # live bytes, while they are metered
 
@@ -225,7 +224,7 @@ class Room:
         """Bytes by which live bytes and so many slots would exceed what both may take; 0 where nobody gave a bound, or nobody knows."""
         if self.meter is None or not self._is_bounded or LiveBytes.is_shared():
             return 0
-        bound = self._metered_bytes - self._store.leases.assembled_bytes() - self._assembling_bytes
+        bound = self._metered_bytes - self._store.leases.assembled_bytes()
         return max(0, slots * self._store.state.slot_bytes + self.meter.live - bound)
 
     def _make_way(self, over_bytes: int) -> None:
@@ -253,16 +252,13 @@ class HostRoom(Room):
         super().__init__(pilot, store, budgets)
         limit = budgets.resident_limit_bytes
         self._limits = (limit + EARLY_BYTES, limit + _SLACK_BYTES + self._room_bytes // _SLACK_SHARE)
-        self._allocator = allocator() if self._is_bounded else None
         self._keeps_blocks = self._is_bounded
         self._has_told = False
         self._least_bytes = 0  # resident, since the allocator was last asked
 
     def planned(self, plan: Plan, trace: Trace) -> None:
         """Has freed blocks returned from now on where the plan takes the room that they would be kept in."""
-        if not self._keeps_blocks or self._allocator is None:
-            return
-        if not leaves_room(simulate(plan, trace), trace, self._budgets, self._allocator):
+        if self._keeps_blocks and not leaves_room(simulate(plan, trace), trace, self._budgets, allocator()):
             self._return_at_once("a plan takes the room that they would be kept in")
 
     def begin(self, stretch: Stretch) -> None:

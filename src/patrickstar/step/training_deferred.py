@@ -92,20 +92,14 @@ class DeferredTraining(Training):
 
     def _take_norm(self, flags: Sequence[OverflowFlag]) -> Tensor:
         """The global norm of all gradients: 0-dim, fp32. `flags`: are read with it, so that the host waits for a device once."""
-        if self.binding.gradients.stay:
-            return self._norm_of(Trace(()), flags)
-        trace = self.stretches.begin_norm(self.updates.planner.norm_trace(self.in_chunks.names))
-        with noticed_at("the norm of the gradients, which the step waits for"):
-            norm = self._norm_of(trace, flags)
-        self.stretches.end()
-        return norm
-
-    def _norm_of(self, trace: Trace, flags: Sequence[OverflowFlag]) -> Tensor:
-        """The norm of gradients, multiplied with their factors first. `trace`: the moments that read those in chunks, which say on which tier."""
-        own = dict(self.binding.gradients.owned())
-        by_unit = {touch.ref: (touch,) for moment in trace.moments for touch in moment.touches}
-        norm: Norm | None = None
-        with self.executor.apart():
+        own, stay, norm, trace = dict(self.binding.gradients.owned()), self.binding.gradients.stay, None, Trace(())
+        if not stay:
+            trace = self.stretches.begin_norm(self.updates.planner.norm_trace(self.in_chunks.names))
+            if own:  # which no trace has
+                with self.executor.room.making(self.updates.planner.norm_bytes):
+                    self.executor.open()
+        by_unit = {touch.ref: (touch,) for moment in trace.moments for touch in moment.touches}  # says on which tier
+        with self.executor.apart(), noticed_at("the norm of the gradients, which the step waits for"):
             for name in self.layout.slices:
                 if name in own:
                     norm = norm or self._begin_norm()
@@ -119,7 +113,10 @@ class DeferredTraining(Training):
                         norm.add(unit[part.start : part.stop], self.in_chunks.factors.get(name, ()))
                     if norm is not None:
                         norm.end_tensor()
-            return norm_of(read(flags, (norm or self._begin_norm()).numbers()))
+            found = norm_of(read(flags, (norm or self._begin_norm()).numbers()))
+        if not stay:
+            self.stretches.end()
+        return found
 
     def _begin_norm(self) -> Norm:
         device = self.binding.device
