@@ -59,7 +59,7 @@ HOMES: tuple[Mutant, ...] = (
         never("trained"),
         f"{TESTS}::test_a_forecast_has_the_peaks_and_the_moves_of_a_run[emulated-three-fp32]",
     ),
-    Fault("the-smallest-budget-is-that-of-a-first-step", "session.smallest:_most_needed").by(
+    Fault("the-smallest-budget-is-that-of-a-first-step", "session.smallest:_needed_beside_homes").by(
         without("trained="),
         "tests/session/test_budgets.py::test_the_budget_that_is_named_before_any_is_tried_fits_and_a_byte_less_does_not[host alone]",
     ),

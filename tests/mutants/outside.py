@@ -64,7 +64,7 @@ OUTSIDE: tuple[Mutant, ...] = (
     Fault(
         "every-piece-is-updated-from-the-first-of-its-gradient", "step.optimizer_step:OptimizerStep._update_together"
     ).by(
-        replace("flat[place.span]", "flat[: place.weight.numel()]"),
+        replace("flat[span]", "flat[: weight.numel()]"),
         "tests/session/test_whole.py::test_a_tensor_longer_than_a_chunk_is_updated_piece_by_piece",
     ),
     Fault("moments-outlive-a-checkpoint-that-has-none", "session.saving:Saving.load").by(

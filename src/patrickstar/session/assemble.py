@@ -65,7 +65,8 @@ def assemble(
         named,
         memory,
         has,
-        trained=lambda parameter: optimizer is not None and _is_trained(parameter, optimizer),
+        # A frozen parameter needs more than its weight where it has a gradient or moments already.
+        trained=lambda p: optimizer is not None and (p.requires_grad or p.grad is not None or p in optimizer.state),
         trains=optimizer is not None,
         find_passes=choose_kernels,
     )
@@ -83,11 +84,6 @@ def assemble(
     except BaseException:
         store.close()
         raise
-
-
-def _is_trained(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> bool:
-    """Tells whether a parameter needs more than its weight: a frozen one does where it has a gradient or moments already."""
-    return parameter.requires_grad or parameter.grad is not None or parameter in optimizer.state
 
 
 def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, source: Loading | None) -> Session:

@@ -55,8 +55,12 @@ class OptimizerTarget:
     def optimizer_state_dict(self) -> dict[str, Any]:
         """The state in torch's format, whole. BudgetError where it does not fit at once."""
         self.parts.begin_access()
-        parts, room_bytes = self.parts, self._room_bytes()
+        parts, budget = self.parts, self.parts.host_budget_bytes
+        state, stretch = parts.executor.store.state, parts.executor.pilot.stretch
         needed = sum(2 * 4 * parts.named[name].numel() for name in parts.steps)
+        # Below a device it is the host that things rest on, and where the host computes, the host as well; a few slots are in use.
+        at_rest = sum(state.unit_bytes(ref) for ref, tier in state.home.items() if tier is Tier.HOST)
+        room_bytes = None if budget is None else budget - at_rest - 2 * max(map(state.unit_bytes, state.home))
         if room_bytes is not None and needed > room_bytes:
             raise BudgetError(
                 f"the optimizer's state takes {format_bytes(needed)} as whole tensors, and {format_bytes(room_bytes)} of the host budget "
@@ -65,7 +69,6 @@ class OptimizerTarget:
                 needed_bytes=needed,
                 available_bytes=room_bytes,
             )
-        stretch = parts.executor.pilot.stretch
         stretch.reserve(needed)  # chunks make room for the whole tensors
         try:
             states = states_of(parts)
@@ -81,15 +84,6 @@ class OptimizerTarget:
             self.parts.weights.clear_averages(name)
         self.parts.steps.clear()
         self.parts.take_states(states)
-
-    def _room_bytes(self) -> int | None:
-        """Bytes of whole tensors that fit the host budget beside a few slots; None where the user gave none."""
-        budget, state = self.parts.host_budget_bytes, self.parts.executor.store.state
-        if budget is None:
-            return None
-        # Below a device it is the host that things rest on, and where the host computes, the host as well.
-        at_rest = sum(state.unit_bytes(ref) for ref, tier in state.home.items() if tier is Tier.HOST)
-        return budget - at_rest - 2 * max(state.unit_bytes(ref) for ref in state.home)
 
 
 def states_of(parts: Parts) -> dict[str, State]:

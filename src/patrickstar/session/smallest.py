@@ -65,7 +65,9 @@ def _needed_beside_homes(setup: Setup, traces: tuple[Trace, ...], machine: Machi
     home = place_on_all_tiers(layout, roomy, planes=setup.gradients.planes, formats=formats)
     contents = Residency.at_rest(layout, compute=compute, home=home, free=home, formats=formats)
     add_gradients(contents, traces[0], setup, roomy)
-    return _most_needed(contents, traces)
+    at_home = sum(contents.unit_bytes(ref) for ref, tier in contents.home.items() if tier is compute)
+    # By a step after others, where what is at home there never leaves it.
+    return max(at_home, *(worst_moment(trace, start=contents, trained=True).nbytes for trace in traces))
 
 
 def _smallest_host(machine: Machine, needs: Callable[[Machine], int], everything: int) -> int:
@@ -101,12 +103,6 @@ def _unit_bytes(layout: Layout, formats: Formats) -> Iterator[int]:
     slot_bytes = residency.bytes_of_slot(layout, formats)
     for ref in formats.units(layout, (WEIGHT, REST, EXP_AVG, EXP_AVG_SQ, GRAD)):
         yield residency.slots_of(ref, layout, formats) * slot_bytes
-
-
-def _most_needed(contents: Residency, traces: tuple[Trace, ...]) -> int:
-    """The most of the tier that computes that a step needs at once after others, where what is at home there never leaves it."""
-    at_home = sum(contents.unit_bytes(ref) for ref, tier in contents.home.items() if tier is contents.compute)
-    return max(at_home, *(worst_moment(trace, start=contents, trained=True).nbytes for trace in traces))
 
 
 def let_gradients_go(state: Residency, *, keeps: bool) -> None:

@@ -36,9 +36,9 @@ class Assembling:
 
     def make(self, key: AssembledKey) -> Tensor:
         """The tensor for a key, put together: 1-D, in slot order. BudgetError: the tensor does not fit."""
-        bound = self.binding.by_name[key.name]
-        dtype = bound.shape_only.dtype if key.plane == GRAD else torch.float32
-        numel = 1 if key.plane == STEP else bound.shape_only.numel()
+        shape_only = self.binding.by_name[key.name].shape_only
+        dtype = shape_only.dtype if key.plane == GRAD else torch.float32
+        numel = 1 if key.plane == STEP else shape_only.numel()
         with self.executor.lock, self.executor.apart(), self._taking(key, numel * dtype.itemsize):
             flat = torch.empty(numel, dtype=dtype, device=self.binding.device)
             self.renew(key, flat)

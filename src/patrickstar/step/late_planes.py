@@ -153,16 +153,13 @@ class LatePlanes:
         self.executor.settle()
         formats, layout, state = self.formats.now, self.layout, self.executor.store.state
         gradients = [ref for ref in formats.units(layout, (GRAD,)) if formats.of(ref, layout).itemsize < _WIDE]
-        narrow = [ref for ref in gradients if ref in state.home]
-        factor = {ref: _WIDE // formats.of(ref, layout).itemsize for ref in narrow}
-        slots = {ref: state.slots[ref] * factor[ref] for ref in narrow}
-        homes = self._prepare(narrow, slots, formats)
+        factor = {ref: _WIDE // formats.of(ref, layout).itemsize for ref in gradients if ref in state.home}
+        slots = {ref: state.slots[ref] * times for ref, times in factor.items()}
+        homes = self._prepare(slots, slots, formats)
         for ref in gradients:
-            if ref not in state.home:
-                self.formats.now = self.formats.now.widen(ref.chunk)
-        for ref in narrow:
-            keep = None if state.is_free(ref) else ref
-            self._reform({ref: homes[ref]}, slots, keep=keep, grow=partial(Formats.widen, chunk=ref.chunk))
+            home = {ref: homes[ref]} if ref in homes else {}
+            keep = ref if home and not state.is_free(ref) else None
+            self._reform(home, slots, keep=keep, grow=partial(Formats.widen, chunk=ref.chunk))
         self.changed("gradients of several backwards add up in fp32 from now on")
 
     def _reform(

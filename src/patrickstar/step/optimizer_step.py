@@ -79,7 +79,8 @@ class OptimizerStep(Doer):
         for name in names:
             self.steps[name] = self.steps.get(name, 0) + 1
         trace = self.planner.update_trace(names)
-        tiers = self.stretches.tiers_of(trace)
+        taken, level = self.binding.taken_bytes(), self.executor.room.level_bytes
+        tiers = self.planner.tiers(trace, self.executor.store.state, taken_bytes=taken, level_bytes=level)
         return PendingStep(
             self,
             {name: hypers[name] for name in names},

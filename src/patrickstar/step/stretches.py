@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from patrickstar.core.machine import Tier
 from patrickstar.core.trace import Trace
 from patrickstar.errors import BudgetError
 from patrickstar.parameters.blocks import Blocks
@@ -163,11 +162,6 @@ class Stretches:
         if draft.whole_chunks is not None:
             self.late_planes.open(draft.whole_chunks.homes, draft.whole_chunks.slots)
         return Stretch(kind, draft)
-
-    def tiers_of(self, updates: Trace) -> Mapping[int, Tier]:
-        """The tiers, by chunk, of updates that are best not done where the step computes."""
-        state, taken = self.executor.store.state, self.known.taken_bytes()
-        return self.planner.tiers(updates, state, taken_bytes=taken, level_bytes=self.executor.room.level_bytes)
 
     # any stretch
 

@@ -33,7 +33,7 @@ class DeferredTraining(Training):
     _norm: Tensor | None = None  # of the gradients as they are, taken before `step`
 
     def __post_init__(self) -> None:
-        self._narrow = SixteenBitGradients(self.binding, self.in_chunks, self.executor)
+        self._narrow = SixteenBitGradients(self.binding, self.in_chunks)
         self.binding.gradients.comes = partial(DeferredTraining._comes, weakref.proxy(self))
         self.whole.leaving, self.updates.make_fit = self._narrow.put_in_chunks, self._narrow.make_fit
 
