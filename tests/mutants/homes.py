@@ -37,7 +37,7 @@ HOMES: tuple[Mutant, ...] = (
         f"{TESTS}::test_a_gradient_that_must_wait_although_its_trace_had_not_shown_it_gets_room[emulated]",
     ),
     Fault("widening-is-for-gradients-without-homes-too", "step.late_planes:LatePlanes.widen_gradients").by(
-        assign("narrow", "gradients"),
+        always("state.home"),
         f"{TESTS}::test_a_gradient_that_no_optimizer_takes_has_room_in_fp32_and_the_others_have_none[emulated-bf16, one by one]",
     ),
     Fault("gradients-at-home-where-it-computes-count-for-ever", "plan.placement:place_gradients").by(

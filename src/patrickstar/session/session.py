@@ -165,7 +165,8 @@ class Session:
         if wait is not True:
             raise ConfigError("wait=False: checkpoints are written in the background in a later version; leave it out")
         self._parts.expect_whole_model()
-        return self._saving().save(Path(dir), self._steps(), extra=dict(extra or {}), keep=keep)
+        step = self._steps_before + self._parts.stretches.counts.steps
+        return self._saving().save(Path(dir), step, extra=dict(extra or {}), keep=keep)
 
     def load_checkpoint(self, dir: str | Path) -> Any:  # noqa: A002 - the name users type
         """Takes over `dir/latest`, or one step's directory, and gives back `extra`: containers and tensors, `state_dict`s as plain values.
@@ -198,10 +199,6 @@ class Session:
         groups = None if self.optimizer is None else self.optimizer.param_groups
         return Saving(self._parts, groups, self.scaler)
 
-    def _steps(self) -> int:
-        self._parts.executor.settle()
-        return self._steps_before + self._parts.stretches.counts.steps
-
     def _training(self) -> Training:
         self._parts.expect_open()
         if self.optimizer is None:
@@ -229,6 +226,7 @@ class Session:
         with noticed_at("close()"):
             self._closing.run()
         self._parts.events.is_closed = True
+        self._parts.events.session_name = repr(self)
         if self.unclosed is not None:
             self.unclosed.detach()
 

@@ -109,10 +109,11 @@ class Gradients:
             (unit,) = self.executor.use(Phase.STEP, name, touches)
             yield unit[part.start : part.stop]
 
-    def read(self, bound: BoundParameter, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A copy of the gradient on the host, of the parameter's shape and strides."""
+    def read(self, bound: BoundParameter) -> Tensor:
+        """A copy of the gradient on the host, in fp32, of the parameter's shape and strides."""
         with self.executor.quiet():
-            whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride(), dtype=dtype, device="cpu")
+            shape, stride = bound.shape_only.shape, bound.shape_only.stride()
+            whole = torch.empty_strided(shape, stride, dtype=torch.float32, device="cpu")
             with self.executor.room.making(whole.nbytes):
                 self.copy_into(bound.name, whole.as_strided((whole.numel(),), (1,)))
             return whole

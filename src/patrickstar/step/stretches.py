@@ -218,7 +218,7 @@ class Stretches:
     def forget_plans(self, why: str) -> None:
         """Forgets all plans: units have come or have other sizes. The rest of the stretch is decided on the spot, later ones are planned anew."""
         self.planner.forget()
-        self.whole.sizes_changed()
+        self.whole.known_sizes.clear()
         if not self.executor.pilot.stretch.complete:
             self.executor.pilot.stretch.depart(why)
 

@@ -30,7 +30,7 @@ class Whole:
         sizes: gives the bytes of all model states with these gradients, which are no units and in no trace, and those of the gradients alone.
         why: why parameters are bound by use; empty as long as they are not.
         leaving: is called before they may be, left: where they are from now on.
-        kept: the parameters whose gradients wait in the step under way.
+        kept: the parameters whose gradients wait in the step under way. known_sizes: as long as there are no others.
     """
 
     binding: Binding
@@ -43,16 +43,16 @@ class Whole:
     leaving: Callable[[], None] = lambda: None
     left: Callable[[], None] = lambda: None
     kept: frozenset[str] = field(init=False)
-    _known: dict[frozenset[str], tuple[int, int]] = field(default_factory=dict)
+    known_sizes: dict[frozenset[str], tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.kept = self.kept_in(Trace(()))
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        if self.kept not in self._known:
-            self._known[self.kept] = self.sizes(self.kept)
-        return self._known[self.kept]
+        if self.kept not in self.known_sizes:
+            self.known_sizes[self.kept] = self.sizes(self.kept)
+        return self.known_sizes[self.kept]
 
     @property
     def needed_bytes(self) -> int:
@@ -65,10 +65,6 @@ class Whole:
         state = self.executor.store.state
         kept = (state.unit_bytes(ref) for ref in state.home if ref.plane == GRAD and not state.is_free(ref))
         return max(0, self._sizes[1] - sum(kept))
-
-    def sizes_changed(self) -> None:
-        """Notes that there are other units, or units of other sizes."""
-        self._known.clear()
 
     # the end of it
 
