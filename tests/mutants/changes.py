@@ -52,7 +52,7 @@ CHANGES: tuple[Mutant, ...] = (
         replace("all(...)", "False"),
         f"{TESTS}::test_an_encoder_is_computed_in_one_go_where_plain_pytorch_does_that[True-False-True]",
     ),
-    Fault("a-change-whose-master-was-not-reached-stays", "step.masters_by_hand:MastersByHand.carry").by(
+    Fault("a-change-whose-master-was-not-reached-stays", "step.weight_masters:Masters.carry").by(
         replace("before is not None", "before is None"),
         f"{TESTS}::test_a_change_by_hand_whose_master_cannot_be_reached_is_no_change",
     ),

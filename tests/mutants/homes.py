@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.mutant import Fault, Mutant
-from tests.mutants.operators import always, assign, drop, never, replace, returns, without
+from tests.mutants.operators import always, drop, never, replace, returns, without
 
 TESTS = "tests/session/test_gradient_homes.py"
 PLACEMENT = "tests/plan/test_placement.py"
@@ -18,18 +18,18 @@ HOMES: tuple[Mutant, ...] = (
         f"{TESTS}::test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough[emulated-three-fp32]",
     ),
     Fault("all-gradients-have-homes-where-one-must-wait", "step.late_planes:LatePlanes.reserve").by(
-        replace("self._take_in(...)", "self.reserve_all('')"),
+        never("trace"),
         f"{TESTS}::test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough[cpu+disk-one-fp32]",
     ),
     Fault("what-cannot-be-traced-has-no-homes-for-gradients", "step.forwards:KnownForwards._reserve").by(
-        drop("reserve_all"),
+        without("known.trace is None"),
         f"{TESTS}::test_what_cannot_be_traced_is_refused_before_anything_has_changed[emulated-fp32]",
     ),
     Fault("what-is-never-traced-has-no-homes-for-gradients", "step.forwards:KnownForwards.expect").by(
         drop("_reserve", nth=1), f"{TESTS}::test_a_forward_that_is_never_traced_has_room_for_every_gradient[emulated]"
     ),
     Fault("an-evaluation-has-room-for-gradients", "step.forwards:KnownForwards._reserve").by(
-        drop("if not torch.is_grad_enabled(): ..."),
+        without("torch.is_grad_enabled()"),
         f"{TESTS}::test_what_cannot_be_traced_is_refused_before_anything_has_changed[cpu+disk-fp32]",
     ),
     Fault("a-gradient-that-no-trace-has-shown-has-no-home", "step.gradients:Gradients._make_ready").by(
@@ -37,7 +37,7 @@ HOMES: tuple[Mutant, ...] = (
         f"{TESTS}::test_a_gradient_that_must_wait_although_its_trace_had_not_shown_it_gets_room[emulated]",
     ),
     Fault("widening-is-for-gradients-without-homes-too", "step.late_planes:LatePlanes.widen_gradients").by(
-        assign("narrow", "gradients"),
+        always("state.home"),
         f"{TESTS}::test_a_gradient_that_no_optimizer_takes_has_room_in_fp32_and_the_others_have_none[emulated-bf16, one by one]",
     ),
     Fault("gradients-at-home-where-it-computes-count-for-ever", "plan.placement:place_gradients").by(
@@ -59,7 +59,7 @@ HOMES: tuple[Mutant, ...] = (
         never("trained"),
         f"{TESTS}::test_a_forecast_has_the_peaks_and_the_moves_of_a_run[emulated-three-fp32]",
     ),
-    Fault("the-smallest-budget-is-that-of-a-first-step", "session.smallest:_most_needed").by(
+    Fault("the-smallest-budget-is-that-of-a-first-step", "session.smallest:_needed_beside_homes").by(
         without("trained="),
         "tests/session/test_budgets.py::test_the_budget_that_is_named_before_any_is_tried_fits_and_a_byte_less_does_not[host alone]",
     ),

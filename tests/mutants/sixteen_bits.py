@@ -21,17 +21,17 @@ SIXTEEN_BITS: tuple[Mutant, ...] = (
     Fault("a-change-in-a-copy-is-lost", "step.events:Events.changed").by(
         drop("changed"), f"{SIXTEEN}::test_a_change_by_hand_is_carried_into_the_master[fp16-host-clamp]"
     ),
-    Fault("a-change-in-a-copy-rounds-its-neighbours-masters", "step.copies:Copies._take_changes").by(
+    Fault("a-change-in-a-copy-rounds-its-neighbours-masters", "step.weight_masters:Masters._take_changes").by(
         replace("torch.where(changed, value, kept[block])", "value"),
         f"{SIXTEEN}::test_a_change_by_hand_is_carried_into_the_master[fp16-host-by_index]",
     ),
-    Fault("fp16-weights-compute-with-bits-that-fp16-does-not-have", "step.copies:Copies._convert").by(
+    Fault("fp16-weights-compute-with-bits-that-fp16-does-not-have", "step.weight_masters:Masters._convert").by(
         always("dtype"),
         f"{LINE}[train(4) planned(4)-fp16-fp32-cpu+disk]",
     ),
-    Fault("a-change-in-a-widened-copy-of-a-split-weight-leaves-the-rest", "step.copies:Copies._take_changes").by(
-        drop("copy_", nth=3), f"{SIXTEEN}::test_a_change_by_hand_is_carried_into_the_master[fp16-fp32-clamp]"
-    ),
+    Fault(
+        "a-change-in-a-widened-copy-of-a-split-weight-leaves-the-rest", "step.weight_masters:Masters._take_changes"
+    ).by(drop("copy_", nth=3), f"{SIXTEEN}::test_a_change_by_hand_is_carried_into_the_master[fp16-fp32-clamp]"),
     Fault("fp16-weights-on-a-device-are-fp32-masters", "step.precision:find_precision").by(
         assign("is_split", "False", nth=1),
         "tests/session/test_host_updates.py::test_the_gradient_goes_down_and_the_weight_comes_up_and_nothing_else_does[True-fp16-deferred]",
@@ -50,7 +50,7 @@ SIXTEEN_BITS: tuple[Mutant, ...] = (
         never("finds_overflow"),
         f"{SCALING}::test_injected_overflows_skip_the_same_steps_with_the_same_bits[None]",
     ),
-    Fault("an-overflow-written-by-hand-is-not-found", "step.gradients:Gradients._look_for_overflow").by(
+    Fault("an-overflow-written-by-hand-is-not-found", "step.gradients:Gradients.write").by(
         replace("self.finds_overflow", "_ and target.numel() < 0"),
         "tests/session/test_sixteen_bits.py::test_an_overflow_is_found_as_gradients_are_when_the_scaler_looks",
     ),
@@ -58,7 +58,7 @@ SIXTEEN_BITS: tuple[Mutant, ...] = (
         replace("is_finite.mul_(...)", "is_finite.mul_(~torch.isinf(least) & ~torch.isinf(most))"),
         f"{SCALING}::test_injected_overflows_skip_the_same_steps_with_the_same_bits[None]",
     ),
-    Fault("an-overflow-outlives-its-gradient", "step.gradients:Gradients._forget").by(
+    Fault("an-overflow-outlives-its-gradient", "step.gradients:Gradients.drop").by(
         drop("forget"), f"{SCALING}::test_an_overflow_that_was_let_go_does_not_count"
     ),
     Fault("gradients-are-not-divided-by-the-scale", "session.scaler:LossScaler.unscale_").by(

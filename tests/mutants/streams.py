@@ -101,7 +101,7 @@ STREAMS: tuple[Mutant, ...] = (
         "tests/cuda/test_spaces.py::test_bytes_go_to_the_device_and_back[(0.0, 0)-4096]",
     ),
     Fault("a-flag-on-the-device-is-read-at-once", "step.overflow:OverflowFlag.of").by(
-        replace("not is_finite.is_cpu", "_ and bool(is_finite)"),
+        replace("is_finite.is_cpu", "bool(is_finite) and _"),
         "tests/cuda/test_overflow.py::test_the_host_waits_once_for_all_gradients[(0.0, 0)]",
     ),
     Fault("flags-of-several-streams-share-a-block", "step.overflow:Overflow._new_flag").by(
@@ -130,31 +130,31 @@ STREAMS: tuple[Mutant, ...] = (
         without("self.keeps"),
         "tests/cuda/test_waits.py::test_a_step_that_needs_a_number_waits_for_that_alone[fp32-(0.0, 0)]",
     ),
-    Fault("what-a-device-has-given-out-is-not-learned", "step.room:DeviceRoom.end").by(
+    Fault("what-a-device-has-given-out-is-not-learned", "step.device_room:DeviceRoom.end").by(
         drop("rise"), "tests/cuda/test_waits.py::test_more_than_was_foreseen_is_said_and_planned_with"
     ),
-    Fault("what-one-moment-took-more-is-forgotten", "step.room:DeviceRoom.end").by(
+    Fault("what-one-moment-took-more-is-forgotten", "step.device_room:DeviceRoom.end").by(
         assign("excess_bytes", "0"),
         f"{PEAKS}::test_a_budget_that_a_step_has_shown_to_be_too_small_is_refused_for_the_next",
     ),
-    Fault("kernels-are-known-before-their-peak-has-been-seen", "step.room:DeviceRoom.end").by(
+    Fault("kernels-are-known-before-their-peak-has-been-seen", "step.device_room:DeviceRoom.end").by(
         without("self._is_seen"), f"{PEAKS}::test_the_share_stays_free_where_no_step_has_shown_what_kernels_take"
     ),
-    Fault("a-forward-alone-shows-what-a-step-takes", "step.room:DeviceRoom.end").by(
+    Fault("a-forward-alone-shows-what-a-step-takes", "step.device_room:DeviceRoom.end").by(
         without("stretch.complete"), f"{PEAKS}::test_the_share_stays_free_where_no_step_has_shown_what_kernels_take"
     ),
-    Fault("a-share-is-left-for-ever", "step.room:DeviceRoom.end").by(
+    Fault("a-share-is-left-for-ever", "step.device_room:DeviceRoom.end").by(
         drop("knows_workspaces"),
         f"{PEAKS}::test_steps_stay_within_the_budget_that_a_refusal_names_whatever_kernels_take_of_the_share[deferred]",
     ),
-    Fault("kernels-are-told-of-that-take-what-was-left-for-them", "step.room:DeviceRoom.end").by(
+    Fault("kernels-are-told-of-that-take-what-was-left-for-them", "step.device_room:DeviceRoom.end").by(
         replace("excess > left", "excess > 0"),
         f"{PEAKS}::test_steps_stay_within_the_budget_that_a_refusal_names_whatever_kernels_take_of_the_share[deferred]",
     ),
     Fault("a-gpu-leaves-nothing-for-kernels", "step.resources:_workspace_percent").by(
         returns("0"), "tests/session/test_resources.py::test_only_a_gpu_leaves_a_share_for_workspaces_of_kernels"
     ),
-    Fault("a-neighbours-activations-count", "step.room:DeviceRoom._give_up_last").by(
+    Fault("a-neighbours-activations-count", "step.device_room:DeviceRoom._give_up_last").by(
         drop("_counts"), f"{PEAKS}::test_a_session_does_not_count_its_neighbours_activations"
     ),
     Fault("bytes-on-a-device-count-as-they-are-asked-for", "tracing.live_bytes:LiveBytes.size").by(
@@ -166,7 +166,7 @@ STREAMS: tuple[Mutant, ...] = (
         "tests/core/test_cuda_blocks.py::test_what_is_counted_is_what_a_block_can_have",
     ),
     Fault("gradients-of-the-users-count-as-they-are", "parameters.binding:Binding.taken_bytes").by(
-        returns("sum(own.nbytes for _, own in self.gradients.owned()) + self.assembled.taken_bytes()"),
+        returns("sum(own.nbytes for _, own in self.gradients.owned()) + self.leases.assembled_bytes()"),
         f"{PEAKS}::test_what_the_user_takes_of_a_device_counts_as_its_blocks",
     ),
     Fault("tensors-put-together-count-as-they-are", "memory.leases:Leases.take_copy").by(
@@ -183,7 +183,7 @@ STREAMS: tuple[Mutant, ...] = (
     ).by(
         without("'cpu'"), f"{PEAKS}::test_a_gradient_of_the_users_is_left_to_the_parameter_when_the_session_is_closed"
     ),
-    Fault("room-that-is-left-is-what-was-asked-for", "step.room:DeviceRoom.leave_room").by(
+    Fault("room-that-is-left-is-what-was-asked-for", "step.device_room:DeviceRoom.leave_room").by(
         replace("cuda_block_bytes(nbytes)", "nbytes"),
         "tests/cuda/test_out_of_memory.py::test_the_next_step_leaves_the_room_that_was_missing",
     ),
@@ -201,25 +201,25 @@ STREAMS: tuple[Mutant, ...] = (
     Fault("values-of-inputs-on-a-device-are-unknown", "tracing.offline:_on_cpu").by(
         without("Undispatched()"), f"{PEAKS}::test_a_forecast_knows_the_values_of_inputs_on_the_device"
     ),
-    Fault("scratch-of-a-norm-comes-before-its-room", "step.training_deferred:DeferredTraining._norm_of").by(
-        assign("norm", "self._begin_norm()", nth=1), f"{PEAKS}::test_a_norm_has_its_scratch_when_there_is_room_for_it"
+    Fault("scratch-of-a-norm-comes-before-its-room", "step.training_deferred:DeferredTraining._take_norm").by(
+        replace("None", "self._begin_norm()", nth=1), f"{PEAKS}::test_a_norm_has_its_scratch_when_there_is_room_for_it"
     ),
     Fault("memory-that-torch-keeps-is-not-taken-back", "memory.driver:DeviceAddresses.map").by(
         never("_OUT_OF_MEMORY", nth=1),
         "tests/cuda/test_waits.py::test_memory_that_torch_keeps_and_does_not_use_is_taken_back",
     ),
-    Fault("a-step-is-not-told-of-memory-that-is-missing", "step.out_of_memory:OutOfMemory.__call__").by(
+    Fault("a-step-is-not-told-of-memory-that-is-missing", "step.device_room:DeviceRoom.__call__").by(
         replace("stretch.is_over", "True"),
         "tests/cuda/test_out_of_memory.py::test_a_step_without_memory_names_the_moment_and_who_has_what[backward]",
     ),
-    Fault("what-comes-after-a-failed-step-counts-as-its-own", "step.room:DeviceRoom.pause_meter").by(
+    Fault("what-comes-after-a-failed-step-counts-as-its-own", "step.device_room:DeviceRoom.pause_meter").by(
         drop("self._counts, self._now = False, 0"),
         "tests/cuda/test_out_of_memory.py::test_a_step_without_memory_names_the_moment_and_who_has_what[forward]",
     ),
-    Fault("memory-that-was-missing-is-forgotten", "step.room:DeviceRoom.leave_room").by(
+    Fault("memory-that-was-missing-is-forgotten", "step.device_room:DeviceRoom.leave_room").by(
         drop("rise"), "tests/cuda/test_out_of_memory.py::test_the_next_step_leaves_the_room_that_was_missing"
     ),
-    Fault("whoever-has-a-session-is-told-of-missing-memory", "step.out_of_memory:OutOfMemory.__call__").by(
+    Fault("whoever-has-a-session-is-told-of-missing-memory", "step.device_room:DeviceRoom.__call__").by(
         never("kind"),
         "tests/cuda/test_out_of_memory.py::test_memory_that_is_missing_outside_of_a_step_is_torchs_own_error",
     ),

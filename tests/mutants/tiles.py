@@ -44,11 +44,11 @@ TILES: tuple[Mutant, ...] = (
     Fault(
         "every-tile-counts-as-an-update-of-its-parameter", "step.training_in_backward:InBackwardTraining.gradient"
     ).by(
-        assign("steps", "self.steps.get(owner, 0) + 1"),
+        assign("steps", "self.updates.steps.get(owner, 0) + 1"),
         f"{LINE}[in_backward-train(3) planned(3)-fp32-unbounded]",
     ),
     Fault("what-a-failed-backward-left-of-a-tiles-gradient-is-added-to", "step.training:Training.begin_forward").by(
-        drop("drop_incomplete"), f"{TESTS}::test_a_backward_that_fails_between_tiles_leaves_no_half_gradient"
+        drop("in_chunks.drop"), f"{TESTS}::test_a_backward_that_fails_between_tiles_leaves_no_half_gradient"
     ),
     Fault(
         "a-parameter-is-updated-from-its-tiles-while-a-gradient-of-the-whole-is-still-to-come",

@@ -85,7 +85,7 @@ WHOLE_CHUNKS: tuple[Mutant, ...] = (
     Fault("gradients-that-waited-keep-homes", "step.stretches:Stretches.end").by(
         drop("close"), f"{SESSION}::test_chunks_are_updated_whole_in_the_order_in_which_their_last_gradients_come"
     ),
-    Fault("a-forecast-knows-of-no-chunk-that-is-updated-whole", "session.forecast:_forecast").by(
+    Fault("a-forecast-knows-of-no-chunk-that-is-updated-whole", "session.paper_run:PaperRun._forward").by(
         assign("whole", "False"), f"{FORECAST}::test_a_forecast_has_the_peaks_and_the_moves_of_a_run"
     ),
 )

@@ -296,10 +296,10 @@ def held_states(session: patrickstar.Session) -> dict[str, Tensor]:
     session.stats()  # a pending step is carried out
     for number, parameter in enumerate(parameters):
         name = names[id(parameter)]
-        if name in parts.training.steps:
-            found[f"{number}.step"] = torch.tensor(float(parts.training.steps[name]))
+        if name in parts.steps:
+            found[f"{number}.step"] = torch.tensor(float(parts.steps[name]))
             for plane in ("exp_avg", "exp_avg_sq"):
-                found[f"{number}.{plane}"] = parts.weights.read_average(name, plane)
+                found[f"{number}.{plane}"] = parts.weights.read(name, plane)
     return found
 
 

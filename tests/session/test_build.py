@@ -71,7 +71,6 @@ def test_what_takes_steps_is_built_over_a_memory_that_is_there(machine: str, tmp
 
 def train_alone(parts: Parts, *, steps: int) -> None:
     """Steps without a session, which would only hand them on."""
-    assert parts.training is not None
     for number in range(steps):
         parts.model(batch(number)).square().mean().backward()
         parts.training.step()

@@ -61,6 +61,7 @@ class Leases:
 
     Attributes:
         unit_of: keys of leases, by the address of the storage; those of storages that are `dead` until `settle`.
+        making_bytes: of what is being put together now.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Leases:
         self._held: set[PlaneRef] = set()
         self._copies: dict[Key, tuple[weakref.ref[torch.UntypedStorage], torch.dtype, torch.device]] = {}
         self._assembled: dict[Key, int] = {}
+        self.making_bytes = 0
         self._count: dict[Key, int] = {}
         self._streams = CopyStreams()
         # A storage dies wherever its last reference is dropped: inside a collection, on another thread, in the middle of our own
@@ -194,11 +196,11 @@ class Leases:
         self._forget(ref)
 
     def assembled_bytes(self) -> int:
-        """Bytes of what was put together for uses and is still held."""
+        """Bytes of what was put together for uses and is still held, or is being put together."""
         if not self._assembled:
-            return 0
+            return self.making_bytes
         self.settle()
-        return sum(self._assembled.values())
+        return sum(self._assembled.values()) + self.making_bytes
 
     def is_counted(self, tensor: torch.Tensor) -> bool:
         """Tells whether the tensor's bytes count elsewhere: those of a slot, or of what was put together for a use."""

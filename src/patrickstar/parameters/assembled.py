@@ -67,7 +67,7 @@ class AssembledTensors:
         access: has owner, leases and lock. assembled_class: the class of these tensors. device: where they are.
 
     Attributes:
-        making_bytes: bytes of what is being put together now, as the owner says. tensors: by key, of what is kept and was asked for.
+        tensors: by key, of what is kept and was asked for.
     """
 
     def __init__(
@@ -79,7 +79,6 @@ class AssembledTensors:
         self._lock = access.lock
         self._class = assembled_class
 
-        self.making_bytes = 0
         self._nans: dict[torch.dtype, Tensor] = {}
         self.tensors: dict[AssembledKey, Tensor] = {}
         self._known: dict[int, tuple[weakref.ref[Tensor], AssembledRecord]] = {}
@@ -109,10 +108,6 @@ class AssembledTensors:
         if dtype not in self._nans:
             self._nans[dtype] = placeholder(dtype, self._device)
         return self._nans[dtype]
-
-    def taken_bytes(self) -> int:
-        """Bytes of the budget that whole tensors take: those that are held, and what is being put together."""
-        return self._leases.assembled_bytes() + self.making_bytes
 
     def _dress(self, tensor: Tensor, source: AssembledValue) -> Tensor:
         number, known = id(tensor), self._known

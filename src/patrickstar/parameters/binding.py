@@ -12,9 +12,9 @@ Note [Binding]
 Note [Whole]
     Where all model states fit on the tier that computes, beside the worst op of each forward, nothing has to move, and none of this is needed:
     parameters are ordinary ones, each over a storage of its own in its slot, which the lease of that storage keeps in place. Their gradients are
-    autograd's own, and the optimizer's step reads them where they lie (`step/whole.py`). Nobody sees uses. What has to be noticed is asked before
-    each forward and step, and before state is read: whether modules have the same parameters, and these the same memory. The first forward that
-    does not fit has them bound by use from then on.
+    autograd's own, and the optimizer's step reads them where they lie (`step/optimizer_step.py`). Nobody sees uses. What has to be noticed is asked
+    before each forward and step, and before state is read: whether modules have the same parameters, and these the same memory. The first forward
+    that does not fit has them bound by use from then on.
     With `step="in_backward"` an update follows the gradient, unless the trace has it that this waits, or somebody has a view of the parameter; a
     tensor that refuses every use stands in `p.grad` from then on, and as long as it does nobody has zeroed the gradient. Until the backward ends the
     parameter is a stand-in: a function or a hook that uses it is refused.
@@ -204,7 +204,7 @@ class Binding:
 
     def taken_bytes(self) -> int:
         """Bytes of the budget that the user has taken: gradients of the user's own, unless all are, and whole tensors put together."""
-        return (0 if self.is_whole else self.gradients.taken_bytes()) + self.assembled.taken_bytes()
+        return (0 if self.is_whole else self.gradients.taken_bytes()) + self.leases.assembled_bytes()
 
     # one use
 

@@ -155,10 +155,17 @@ class Changes:
             before = self.followed[bound.name]
             if before is None:
                 self.access.owner.changed(bound.key)
-            elif not torch.equal(self._elements(bound).view(torch.int16), before.view(torch.int16)):
-                assert self.rewriting is not None
-                self.rewriting.carry(bound, before)
+            elif self.carry_changed(bound, before):
                 before.copy_(self._elements(bound))
+
+    def carry_changed(self, bound: BoundParameter, before: Tensor) -> bool:
+        """Carries elements that are not as before of a parameter whose bytes are there to where more is kept of it; tells whether some are not."""
+        with Plain(), torch.no_grad():
+            if torch.equal(self._elements(bound).view(torch.int16), before.view(torch.int16)):
+                return False
+        assert self.rewriting is not None
+        self.rewriting.carry(bound, before)
+        return True
 
     def _elements(self, bound: BoundParameter) -> Tensor:
         """The elements of a parameter whose bytes are there: 1-D, in slot order."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from patrickstar.memory.leases import WeightKey
-from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.changes import Changes
 from patrickstar.parameters.weight_access import WeightAccess
 
@@ -21,13 +19,12 @@ class EscapedMemory:
 
     Args:
         access: has the memory, and the owner, who is told of a unit or copy whose bytes are not what they were.
-        changes: remembers the elements of parameters of which more is kept than they show. carry: is given these where they may have changed.
+        changes: remembers the elements of parameters of which more is kept than they show, and carries those that have changed.
     """
 
-    def __init__(self, access: WeightAccess, changes: Changes, carry: Callable[[BoundParameter, Tensor], None]) -> None:
+    def __init__(self, access: WeightAccess, changes: Changes) -> None:
         self._access = access
         self._changes = changes
-        self._carry = carry
 
         self._values: dict[WeightKey, dict[str, Tensor]] = {}
         self.watched: dict[WeightKey, bytes] = {}
@@ -55,7 +52,7 @@ class EscapedMemory:
                 self.watched[ref] = now
                 self._access.owner.changed(ref)
                 for name, values in self._values[ref].items():
-                    self._carry(self._access.records[name], values)
+                    self._changes.carry_changed(self._access.records[name], values)
                 self._values[ref] = self._remembered(ref)
         self._kept.clear()
         held = self._access.leases.living()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -235,13 +235,13 @@ class GradientAccess:
         """Bytes that they take of where they lie."""
         return sum(block_bytes(gradient.nbytes, gradient.device.type) for _, gradient in self.owned())
 
-    def forget_own(self) -> None:
-        """Sets all gradients that are the user's own to None."""
+    def forget_own(self, names: Collection[str]) -> None:
+        """Sets the gradients of these parameters to None that are the user's own."""
         with Plain():
-            for name in self.own:
+            for name in self.own.intersection(names):
                 self._by_name[name].tensor().grad = None
         if not self.stay:
-            self.own.clear()
+            self.own.difference_update(names)
 
     def _is_parameter(self, bound: BoundParameter) -> bool:
         """Tells whether a record is of the parameter itself; a detached alias has a gradient of its own, as in PyTorch."""

@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ
 from patrickstar.deferred.deferred_init import deferred_by
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.optim.user_optimizer import read_state
@@ -29,7 +28,6 @@ def take_over(parts: Parts, source: Loading | None, optimizer: torch.optim.Optim
         source: asked first for the value of a parameter. optimizer: the user's, of which nothing is left but its groups.
     """
     named, binding, weights, gradients = parts.named, parts.binding, parts.weights, parts.gradients
-    training = parts.training
     given = source.names if source is not None else ()
     keep = source is not None and source.keep
     dtypes = {name: parameter.dtype for name, parameter in named.items()}
@@ -39,19 +37,18 @@ def take_over(parts: Parts, source: Loading | None, optimizer: torch.optim.Optim
     try:
         for bound in binding:
             gradient = bound.parameter.grad
-            goes_in_chunks = training is not None and (binding.gradients.widen or not binding.gradients.stay)
+            goes_in_chunks = optimizer is not None and (binding.gradients.widen or not binding.gradients.stay)
             if goes_in_chunks and gradient is not None:
                 their_gradients[bound.name] = gradient
                 bound.parameter.grad = None
             if _fill(bound, source, weights):
                 taken.append(bound.name)
                 bound.parameter.data = bound.standin
-        if training is not None:
-            assert optimizer is not None
+        if optimizer is not None:
             for name, gradient in their_gradients.items():
                 gradients.add(binding.by_name[name], gradient)
             gradients.whole |= gradients.names
-            _take_state(parts, optimizer)
+            parts.take_states(read_state(optimizer, binding.names))
     except BaseException:
         for name in taken:
             named[name].data = own[name] if name in own else weights.read(name).to(dtypes[name])
@@ -92,10 +89,3 @@ def _fill(bound: BoundParameter, source: Loading | None, weights: Weights) -> bo
     else:
         weights.fill(bound, bound.parameter.data)
     return recorder is None
-
-
-def _take_state(parts: Parts, optimizer: torch.optim.Optimizer) -> None:
-    for name, entry in read_state(optimizer, parts.binding.names).items():
-        parts.weights.write_average(name, EXP_AVG, entry.exp_avg)
-        parts.weights.write_average(name, EXP_AVG_SQ, entry.exp_avg_sq)
-        parts.steps[name] = entry.step

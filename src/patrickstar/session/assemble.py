@@ -21,12 +21,13 @@ from patrickstar.optim.user_optimizer import check_optimizer
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.adopt import take_over
-from patrickstar.session.buffers import all_buffers, fit_buffers, put_back
+from patrickstar.session.buffers import fit_buffers
 from patrickstar.session.build_memory import build_memory
 from patrickstar.session.build_step import build_step
 from patrickstar.session.checks import check_model
+from patrickstar.session.close import Closing
 from patrickstar.session.loading import Loading
-from patrickstar.session.parts import Parts, Ties
+from patrickstar.session.parts import Parts
 from patrickstar.session.scaler import LossScaler
 from patrickstar.session.session import Session
 from patrickstar.session.start import Setup, set_up
@@ -64,7 +65,8 @@ def assemble(
         named,
         memory,
         has,
-        trained=partial(_is_trained, optimizer=optimizer),
+        # A frozen parameter needs more than its weight where it has a gradient or moments already.
+        trained=lambda p: optimizer is not None and (p.requires_grad or p.grad is not None or p in optimizer.state),
         trains=optimizer is not None,
         find_passes=choose_kernels,
     )
@@ -84,13 +86,6 @@ def assemble(
         raise
 
 
-def _is_trained(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> bool:
-    """Tells whether a parameter needs more than its weight: a frozen one does where it has a gradient or moments already."""
-    if optimizer is None:
-        return False
-    return parameter.requires_grad or parameter.grad is not None or parameter in optimizer.state
-
-
 def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, source: Loading | None) -> Session:
     """The session over its parts: hooks on the model, the optimizer in its place, all values in chunks."""
     model, named, store = parts.model, parts.named, parts.executor.store
@@ -103,10 +98,9 @@ def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, s
             parts.whole.left = blocks.watch
         else:
             blocks.watch()
-        undo.callback(put_back, model, all_buffers(model))
         dtypes = {name: parameter.dtype for name, parameter in named.items()}
-        buffers = fit_buffers(model, setup.precision, setup.budgets.stream_device)
-        session = Session(parts, Ties(root, dtypes, buffers))
+        buffers = fit_buffers(model, setup.precision, setup.budgets.stream_device, undo)
+        session = Session(parts, partial(Closing, parts, root, dtypes, buffers))
         if original is not None:
             managed = session.attach(original)
             undo.callback(managed.detach)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +28,12 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {path: buffer for path, module, name, buffer in found if name not in module._non_persistent_buffers_set}
 
 
-def all_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """All buffers, by name."""
-    return {path: buffer for path, _, _, buffer in _places(model)}
-
-
-def fit_buffers(model: nn.Module, precision: Precision, device: torch.device | None) -> dict[str, Kind]:
+def fit_buffers(
+    model: nn.Module, precision: Precision, device: torch.device | None, undo: ExitStack
+) -> dict[str, Kind]:
     """Casts floating persistent buffers, and moves all of them to where the model computes; gives back what they were, by name.
 
-    Buffers that are not persistent keep their types (rotary frequencies, counters). `device`: None where they stay.
+    Buffers that are not persistent keep their types (rotary frequencies, counters). `device`: None where they stay. `undo`: puts them back.
     """
     before: dict[str, Kind] = {}
     made: dict[int, Tensor] = {}  # one that several modules have stays one
@@ -49,14 +47,9 @@ def fit_buffers(model: nn.Module, precision: Precision, device: torch.device | N
             before[path] = (buffer.dtype, buffer.device)
             if id(buffer) not in made:
                 made[id(buffer)] = buffer.to(place, dtype)
+            undo.callback(module._buffers.__setitem__, name, buffer)
             module._buffers[name] = made[id(buffer)]
     return before
-
-
-def put_back(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Puts the given tensors themselves in the place of the model's buffers of their names."""
-    for path, module, name, _ in _places(model):
-        module._buffers[name] = buffers[path]
 
 
 def restore_buffers(model: nn.Module, before: Mapping[str, Kind]) -> None:

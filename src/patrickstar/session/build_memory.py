@@ -63,16 +63,11 @@ def _arenas(setup: Setup, state: Residency) -> dict[Tier, Arena]:
     # More addresses than slots can ever be in use, all of it fp32 and trained: runs of adjacent free ones are always found.
     chunk_slots = layout.chunk_numel * 4 // state.slot_bytes
     total, longest = 5 * layout.n_chunks * chunk_slots, chunk_slots * max(run.length for run in layout.runs)
-    virtual_slots = 2 * total + 8 * longest + 16
+    virtual_slots, device = 2 * total + 8 * longest + 16, setup.budgets.stream_device
+    spaces: dict[Tier, Callable[..., Space]] = dict.fromkeys(Tier, HostSpace)
+    if device is not None:
+        spaces = {Tier.DEVICE: partial(DeviceSpace, device=device), Tier.HOST: PinnedSpace}
     return {
-        tier: Arena(state.slot_bytes, virtual_slots=virtual_slots, name=tier.label, make_space=_space(setup, tier))
+        tier: Arena(state.slot_bytes, virtual_slots=virtual_slots, name=tier.label, make_space=spaces[tier])
         for tier in dict.fromkeys((machine.compute, Tier.HOST))
     }
-
-
-def _space(setup: Setup, tier: Tier) -> Callable[..., Space]:
-    """The maker of a tier's memory."""
-    device = setup.budgets.stream_device
-    if device is None:
-        return HostSpace
-    return partial(DeviceSpace, device=device) if tier is Tier.DEVICE else PinnedSpace

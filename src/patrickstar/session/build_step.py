@@ -10,7 +10,6 @@ from torch import nn
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GradientUse, PlaneRef
-from patrickstar.memory.shortages import tell_when_out_of_memory
 from patrickstar.memory.store import ChunkStore
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.user_optimizer import read_groups
@@ -23,23 +22,21 @@ from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.parts import Parts
 from patrickstar.session.start import Setup
 from patrickstar.step.assembling import Assembling
-from patrickstar.step.budgets import Budgets
-from patrickstar.step.copies import Copies
+from patrickstar.step.device_room import DeviceRoom
 from patrickstar.step.events import Events
 from patrickstar.step.executor import Executor
 from patrickstar.step.fitting_blocks import FittingBlocks
 from patrickstar.step.forwards import KnownForwards
 from patrickstar.step.gradients import Gradients
 from patrickstar.step.late_planes import LatePlanes
-from patrickstar.step.masters_by_hand import MastersByHand
 from patrickstar.step.optimizer_step import OptimizerStep
-from patrickstar.step.out_of_memory import OutOfMemory
-from patrickstar.step.room import DeviceRoom, Room, room_of
+from patrickstar.step.room import EmulatedRoom, HostRoom
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.training import Training
 from patrickstar.step.training_deferred import DeferredTraining
 from patrickstar.step.training_in_backward import InBackwardTraining
 from patrickstar.step.values import Weights
+from patrickstar.step.weight_masters import Masters
 from patrickstar.step.whole import Whole
 from patrickstar.units import format_bytes
 
@@ -79,12 +76,13 @@ def build_step(
         spare_bytes=budgets.spare_bytes,
         costs=machine.costs,
     )
-    room = room_of(pilot, store, budgets)
+    on_device = DeviceRoom if budgets.stream_device is not None else EmulatedRoom
+    room = (on_device if machine.compute is Tier.DEVICE else HostRoom)(pilot, store, budgets)
     executor = Executor(pilot, store, room)
     events = Events(
         registered=Registered(model), named=named, touches=touches, executor=executor, compute=precision.compute
     )
-    masters_by_hand = MastersByHand(executor, touches)
+    masters = Masters(executor, touches, precision.rounding)
     binding = Binding(
         named,
         layout,
@@ -96,7 +94,7 @@ def build_step(
         gradients=gradients,
         device=budgets.stream_device,
         whole=not setup.by_use,
-        rewriting=masters_by_hand if precision.mixed else None,
+        rewriting=masters if precision.mixed else None,
     )
     late_planes = LatePlanes(
         layout,
@@ -108,10 +106,7 @@ def build_step(
     )
     whole = Whole(
         binding=binding,
-        layout=layout,
         executor=executor,
-        late_planes=late_planes,
-        passes=passes,
         kept_in=setup.kept_gradients,
         sizes=setup.sizes,
         budgets=budgets,
@@ -119,13 +114,15 @@ def build_step(
     )
     planner, places = setup.planner(choice, room.planned), setup.places(model, binding.names)
     fitting = FittingBlocks(
+        model=model,
+        named=named,
         tracer=setup.tracer(in_a_group),
         budgets=budgets,
         places=places,
         start=late_planes.with_room_for,
         taken_bytes=binding.taken_bytes,
     )
-    handed_out = EscapedMemory(binding.access, binding.changes, masters_by_hand.carry_if_changed)
+    handed_out = EscapedMemory(binding.access, binding.changes)
     in_backward = gradients is GradientUse.UPDATE
     stretches = Stretches(
         executor=executor,
@@ -148,23 +145,21 @@ def build_step(
         passes=passes,
         finds_overflow=precision.scales,
     )
-    training: Training | None = None
-    if optimizer is not None:
-        shared: dict[str, Any] = {"binding": binding, "layout": layout, "executor": executor, "stretches": stretches}
-        shared |= {"in_chunks": in_chunks}
-        updates = OptimizerStep(planner=planner, passes=passes, whole=whole, **shared)
-        shared |= {"updates": updates, "touches": touches, "hypers": hypers, "whole": whole}
-        if in_backward:
-            training = InBackwardTraining(handed_out=handed_out, **shared)
-        else:
-            training = DeferredTraining(max_grad_norm=memory.max_grad_norm, **shared)
+    shared: dict[str, Any] = {"binding": binding, "layout": layout, "executor": executor, "stretches": stretches}
+    shared |= {"in_chunks": in_chunks, "whole": whole}
+    updates = OptimizerStep(planner=planner, passes=passes, **shared)
+    shared |= {"updates": updates, "touches": touches, "hypers": hypers}
+    training: Training = (
+        InBackwardTraining(handed_out=handed_out, **shared)
+        if in_backward
+        else DeferredTraining(max_grad_norm=memory.max_grad_norm, **shared)
+    )
     # In a backward those that were used are told from none.
     binding.gradients.are_kept = lambda: in_backward or bool(in_chunks.names)
-    steps = {} if training is None else training.steps
     events.binding, events.whole, events.late_planes, events.stretches = binding, whole, late_planes, stretches
     events.training, events.handed_out = training, handed_out
-    events.copies = Copies(binding, executor, precision, touches)
-    events.assembling = Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=steps)
+    events.masters, masters.binding = masters, binding
+    events.assembling = Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=updates.steps)
     events.outside = next((named[name] for name in named if all(name not in place.names for place in places)), None)
     events.advice = lambda: (
         ""
@@ -184,14 +179,4 @@ def build_step(
         training=training,
         whole=whole,
         host_budget_bytes=machine.budget[Tier.HOST] if budgets.host_binds else None,
-        shortage=_shortage(executor, room, budgets),
     )
-
-
-def _shortage(executor: Executor, room: Room, budgets: Budgets) -> OutOfMemory | None:
-    """An error for a device that has no memory in a step; to be kept for as long as that is wanted."""
-    if not isinstance(room, DeviceRoom):
-        return None
-    found = OutOfMemory(executor, room, budgets)
-    tell_when_out_of_memory(budgets.device, found)
-    return found

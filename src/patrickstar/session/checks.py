@@ -29,8 +29,10 @@ def check_model(model: object) -> dict[str, nn.Parameter]:
     named = dict(model.named_parameters())
     if not named:
         raise LayoutError("the model has no parameters: there is nothing to manage")
-    _expect_unmanaged(named)
     for name, parameter in named.items():
+        manager = manager_of(parameter)
+        if manager is not None:
+            raise StateError(f"{name} is managed already, by {manager.session_name}: close that session first")
         _check_parameter(name, parameter)
     devices = {str(parameter.device) for parameter in named.values()}
     if len(devices) > 1:
@@ -44,13 +46,6 @@ def check_model(model: object) -> dict[str, nn.Parameter]:
                 f"{path or 'the model'} has sparse gradients, which cannot be managed: build it with sparse=False"
             )
     return named
-
-
-def _expect_unmanaged(named: Mapping[str, nn.Parameter]) -> None:
-    for name, parameter in named.items():
-        manager = manager_of(parameter)
-        if manager is not None:
-            raise StateError(f"{name} is managed already, by {manager.session_name}: close that session first")
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
@@ -10,12 +11,13 @@ from torch import Tensor
 
 from patrickstar.core.planes import REST, WEIGHT, PlaneRef
 from patrickstar.errors import StateError
+from patrickstar.hooks import Watched
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.optim.user_optimizer import begin_anew, return_state
 from patrickstar.parameters.bound import BoundParameter
-from patrickstar.session.buffers import put_on_meta, restore_buffers
+from patrickstar.session.buffers import Kind, put_on_meta, restore_buffers
 from patrickstar.session.optimizer_target import states_of
-from patrickstar.session.parts import Parts, Ties
+from patrickstar.session.parts import Parts
 
 _log = logging.getLogger("patrickstar")
 
@@ -24,13 +26,25 @@ class Closing:
     """Gives back what was taken, stage by stage: where a disk fails in the middle, what is left can be given back by another try.
 
     Args:
+        root: the hooks on the model. dtypes, buffers: what its parameters were, and those buffers that have been cast or moved.
         optimizer: of a session that trains.
         keep_weights: whether the model keeps them; otherwise its parameters become meta tensors.
     """
 
-    def __init__(self, parts: Parts, ties: Ties, *, optimizer: ManagedOptimizer | None, keep_weights: bool) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        root: Watched,
+        dtypes: Mapping[str, torch.dtype],
+        buffers: Mapping[str, Kind],
+        *,
+        optimizer: ManagedOptimizer | None,
+        keep_weights: bool,
+    ) -> None:
         self._parts = parts
-        self._ties = ties
+        self._root = root
+        self._dtypes = dtypes
+        self._buffers = buffers
         self._optimizer = optimizer
         self._wanted = keep_weights
         self._keeps = keep_weights and self._fits(self._weight_bytes())
@@ -54,14 +68,14 @@ class Closing:
         while self._stages:
             self._stages[0]()
             del self._stages[0]
-        parts, ties = self._parts, self._ties
-        ties.root.remove()
+        parts = self._parts
+        self._root.remove()
         parts.stretches.blocks.remove()
         if not self._keeps:
-            put_on_meta(parts.model, ties.parameter_dtypes)
+            put_on_meta(parts.model, self._dtypes)
         for name, gradient in self._gradients.items():
             parts.named[name].grad = gradient
-        restore_buffers(parts.model, ties.buffers)
+        restore_buffers(parts.model, self._buffers)
         if self._optimizer is not None:
             self._optimizer.detach()
         parts.executor.store.close()
@@ -70,15 +84,14 @@ class Closing:
         if not self._wanted:
             self._parts.executor.pending = None
             self._parts.executor.store.land_all()
-        elif self._parts.training is not None:
+        else:
             self._parts.training.finish()
-        self._parts.executor.settle()
         self._parts.stretches.end()
 
     def _return_gradients(self) -> None:
         """Leaves gradients that nobody has used, where they fit as whole tensors beside the weights."""
         training, stretch = self._parts.training, self._parts.executor.pilot.stretch
-        if not self._keeps or training is None or training.in_backward:
+        if not self._keeps or training.in_backward:
             return
         reserved = stretch.reserve_bytes
         try:
@@ -97,14 +110,14 @@ class Closing:
                 self._gradients.clear()
                 stretch.reserve(reserved - stretch.reserve_bytes)
                 return
-            self._gradients[name] = gradient.to("cpu", self._ties.parameter_dtypes[name])  # where weights come back
+            self._gradients[name] = gradient.to("cpu", self._dtypes[name])  # where weights come back
 
     def _return_optimizer_state(self) -> None:
         """Gives the optimizer that was passed in its state, where that fits as whole tensors beside the weights."""
-        parts, training = self._parts, self._parts.training
-        if not self._keeps or training is None or self._optimizer is None or not training.steps:
+        parts, steps = self._parts, self._parts.steps
+        if not self._keeps or self._optimizer is None or not steps:
             return
-        needed = sum(2 * 4 * bound.shape_only.numel() for bound in parts.binding if bound.name in training.steps)
+        needed = sum(2 * 4 * bound.shape_only.numel() for bound in parts.binding if bound.name in steps)
         if not self._fits(
             needed + self._weight_bytes() + sum(gradient.nbytes for gradient in self._gradients.values())
         ):
@@ -123,7 +136,7 @@ class Closing:
 
     def _taken_back(self, bound: BoundParameter) -> Tensor:
         parts = self._parts
-        value = parts.weights.read(bound.name).to(self._ties.parameter_dtypes[bound.name])
+        value = parts.weights.read(bound.name).to(self._dtypes[bound.name])
         parts.executor.pilot.stretch.reserve(value.nbytes)
         state = parts.executor.store.state
         held = parts.binding.leases.held()  # by what outlives the session: it keeps its memory

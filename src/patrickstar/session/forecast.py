@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -139,37 +139,31 @@ def _forecast(
     named = dict(model.named_parameters())
     setup = set_up(model, named, memory, has)
     layout, budgets, formats = setup.layout, setup.budgets, setup.formats
-    trainable = {name for name, parameter in named.items() if parameter.requires_grad}
-    tracer = setup.tracer(trainable.__contains__)
-    device = budgets.trial_device
-    inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    tracer = setup.tracer(lambda name: named[name].requires_grad)
+    inputs = {
+        name: value.to(budgets.trial_device) if isinstance(value, Tensor) else value for name, value in batch.items()
+    }
 
     def start(trace: Trace) -> Residency:
         state = resting_state(setup)
-        if in_backward:
-            add_gradients(state, trace, setup, budgets.machine)
+        add_gradients(state, trace, setup, budgets.machine)
         return state
 
     places = setup.places(model, names_by_id(named))
-    fitting = FittingBlocks(tracer=tracer, budgets=budgets, places=places, start=start, traced=traced)
-    call = model, named, (), inputs
+    fitting = FittingBlocks(
+        model=model, named=named, tracer=tracer, budgets=budgets, places=places, start=start, traced=traced
+    )
     try:
         try:
-            foreseen = fitting.foresee_in((), *call)
+            foreseen = fitting.foresee_in((), (), inputs)
         except CannotTrace:  # by use; what blocks do may show all the same
-            foreseen = fitting.foresee_in([place.path for place in places], *call)
+            foreseen = fitting.foresee_in([place.path for place in places], (), inputs)
     except CannotTrace as problem:
         raise Error(f"the model cannot be traced without running it, so there is no forecast: {problem}") from problem
     step = foreseen.trace
     whole_gradients = _whole_gradients(setup, foreseen)
-    clips = clip or memory.max_grad_norm is not None
-    late = kept_gradients(step, layout)
-    takes_norm = clips and not in_backward
+    takes_norm = (clip or memory.max_grad_norm is not None) and not in_backward
     planner = setup.planner(choice)
-
-    @cache  # a plan is kept for the very same trace
-    def update_of(tiers: frozenset[tuple[int, Tier]] = frozenset()) -> Trace:
-        return planner.update_trace(late, dict(tiers))
 
     def traces_of(step: Trace) -> tuple[Trace, ...]:
         waiting = kept_gradients(step, layout)
@@ -177,49 +171,46 @@ def _forecast(
         return (step, *norm, *([planner.update_trace(waiting, {})] if waiting or not in_backward else []))
 
     traces = traces_of(step)
-    facts = {
-        "parameters": sum(parameter.numel() for parameter in named.values()),
-        "model_data_bytes": _model_data_bytes(layout, named, formats.now, keeps_gradients=not in_backward),
-        "layout": layout,
-        "workspace_bytes": budgets.machine.costs.set_aside_bytes if budgets.stream_device is not None else 0,
-        "budget": {tier.label: budgets.machine.given(tier) for tier in budgets.machine.budget},
-    }
-    minimum = smallest_budgets(setup, traces)
+    found = Forecast(
+        None,
+        {tier.label: 0 for tier in Tier},
+        {},
+        smallest_budgets(setup, traces),
+        budget={tier.label: budgets.machine.given(tier) for tier in budgets.machine.budget},
+        parameters=sum(parameter.numel() for parameter in named.values()),
+        model_data_bytes=_model_data_bytes(layout, named, formats.now, keeps_gradients=not in_backward),
+        layout=layout,
+        traces=traces,
+        beside_bytes=budgets.beside_bytes,
+        workspace_bytes=budgets.machine.costs.set_aside_bytes if budgets.stream_device is not None else 0,
+    )
     try:
         if whole_gradients is None:
-            step = fitting.foresee(*call, in_blocks=True)[0].trace
-            late, traces = kept_gradients(step, layout), traces_of(step)
+            step = fitting.foresee((), inputs, in_blocks=True)[0].trace
+            found = replace(found, traces=traces_of(step))
         state = start(step)
         need = worst_moment(step, start=state, trained=True)
         expect_room(need, budgets.machine_for(need.nbytes))
-        ran = list[tuple[Simulation, Trace]]()
         run = PaperRun(
             planner=planner,
             state=state,
             budgets=budgets,
             forward=step,
-            update_of=update_of,
-            trained=late,
             clips=takes_norm,
             in_backward=in_backward,
-            whole=in_backward and not choice.apart,
             gradient_bytes=whole_gradients,
-            simulated=lambda simulated, trace: ran.append((simulated, trace)),
         )
         first, last = run.settle()
     except BudgetError as refusal:
-        nothing = {tier.label: 0 for tier in Tier}
-        return Forecast(refusal, nothing, {}, minimum, traces=traces, beside_bytes=budgets.beside_bytes, **facts)  # type: ignore[arg-type]
-    return Forecast(
-        None,
-        dict(run.peak),
-        dict(last.moved),
-        minimum,
+        return replace(found, refused=refusal)
+    return replace(
+        found,
+        peak=dict(run.peak),
+        moved=dict(last.moved),
         traces=tuple(last.traces),
         plans=tuple(last.plans),
         first_plans=tuple(first.plans),
-        beside_bytes=budgets.beside_bytes + _kept_bytes(budgets, ran, slot_bytes=state.slot_bytes),
-        **facts,  # type: ignore[arg-type]
+        beside_bytes=found.beside_bytes + _kept_bytes(budgets, run.ran, slot_bytes=state.slot_bytes),
     )
 
 

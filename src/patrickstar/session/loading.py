@@ -64,8 +64,10 @@ class Loading:
     def prepare(self, named: Mapping[str, nn.Parameter], state: Residency, budgets: Budgets) -> None:
         """Does what can be done before anything changes. CheckpointError: something cannot be read."""
         self.keep = _fit_twice(named, state, budgets)
-        if not self.keep:
-            self._rehearse()
+        for origin in () if self.keep else self._origins.values():  # every byte that will be wanted
+            for part in origin.parts:
+                for piece in self._files.pieces(part, _PIECE_NUMEL):
+                    del piece
         self._values = {name: origin.read(self._files, self._naming) for name, origin in self._buffers.items()}
 
     def finish(self) -> None:
@@ -75,13 +77,6 @@ class Loading:
             present[name].detach().copy_(value)
         self._values.clear()
         self._files.close()
-
-    def _rehearse(self) -> None:
-        """Reads every byte that will be wanted."""
-        for origin in self._origins.values():
-            for part in origin.parts:
-                for piece in self._files.pieces(part, _PIECE_NUMEL):
-                    del piece
 
 
 def tensors_of(model: nn.Module) -> dict[tuple[str, ...], Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from patrickstar.plan.planner import Planner
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.simulate import Simulation, simulate
 from patrickstar.plan.stretch import Ask, Draft, StretchKind
-from patrickstar.plan.touches import master_touches
+from patrickstar.plan.touches import kept_gradients, master_touches
 from patrickstar.session.smallest import let_gradients_go
 from patrickstar.step.budgets import Budgets
 
@@ -41,32 +41,34 @@ class PaperRun:
 
     Attributes:
         state: where everything rests, at first before `manage` fills in the weights. forward: the trace of a forward and its backward.
-        update_of: gives the trace of the update with chunks on these tiers.
-        trained: the parameters that the optimizer updates; in a backward, those that wait for its end.
         clips: whether the norm of the gradients is taken. in_backward: whether parameters are updated as gradients arrive.
-        whole: whether a backward updates chunks whole where there is room. gradient_bytes: where parameters keep their bytes, what gradients take
-            beside chunks and what the trace has; None: they are bound by use. simulated: is told of each stretch that was carried out.
-        peak: bytes by tier, of all steps so far.
+        gradient_bytes: where parameters keep their bytes, what gradients take beside chunks and what the trace has; None: they are bound by use.
+        peak: bytes by tier, of all steps so far. ran: all stretches, with their traces.
+        trained: the parameters that the optimizer updates; in a backward, those that wait for its end.
     """
 
     planner: Planner
     state: Residency
     budgets: Budgets
     forward: Trace
-    update_of: Callable[..., Trace]
-    trained: Collection[str]
     clips: bool
     in_backward: bool
-    whole: bool
     gradient_bytes: int | None
-    simulated: Callable[[Simulation, Trace], object]
 
     peak: Counter[str] = field(default_factory=Counter)
+    ran: list[tuple[Simulation, Trace]] = field(default_factory=list)
+    trained: frozenset[str] = field(init=False)
     _level_bytes: int = 0
+    _pilot: Pilot = field(init=False)
     _pending: Trace | None = None
     _done: int = 0
 
     def __post_init__(self) -> None:
+        budget, policy = self.budgets.machine.budget, self.planner.policy
+        compute, host = budget[self.state.compute], budget.get(Tier.HOST, 0)
+        spare = self.budgets.spare_bytes
+        self._pilot = Pilot(self.state, budget_bytes=lambda: compute, host_bytes=host, spare_bytes=spare, policy=policy)
+        self.trained = kept_gradients(self.forward, self.planner.layout)
         self._level_bytes = max(self.budgets.passes.update, self.forward.peak)
 
     def settle(self) -> tuple[PaperStep, PaperStep]:
@@ -97,19 +99,20 @@ class PaperRun:
 
     def _step_whole(self, step: PaperStep, gradient_bytes: int) -> None:
         """A step in which nothing moves (Note [Whole] in the binding): gradients are tensors, the optimizer's step is no stretch."""
-        layout, pilot = self.planner.layout, self._pilot()
+        layout = self.planner.layout
         for name in layout.slices:
-            self._use(pilot, name, [Touch(ref) for ref in layout.weight_units(name)])
+            self._use(name, [Touch(ref) for ref in layout.weight_units(name)])
         start, tier = self.state, self.state.compute.label
         peak = self.peak[tier]
         draft = self._plan(StretchKind.TRAINING, self.forward)
         self._carry_out(draft, step)
-        self.state, self.peak[tier] = start, peak  # whose gradients are in slots
+        self.state = self._pilot.state = start
+        self.peak[tier] = peak  # whose gradients are in slots
         self._note_peak(draft.trace.peak + gradient_bytes)
         chunks = {part.chunk for name in self.trained for part in layout.parts(name)}
         chunks |= {ref.chunk for ref in self.forward.touched(EXP_AVG)}  # of those that are updated in the backward
         for chunk in sorted(chunks):
-            self._use(pilot, "", [Touch(PlaneRef(chunk, plane), True) for plane in (EXP_AVG, EXP_AVG_SQ)])
+            self._use("", [Touch(PlaneRef(chunk, plane), True) for plane in (EXP_AVG, EXP_AVG_SQ)])
         self._note_peak(gradient_bytes)
 
     def _note_peak(self, beside_bytes: int) -> None:
@@ -127,24 +130,26 @@ class PaperRun:
             else:
                 self._carry_out(draft, step)
                 return
-        draft = self._plan(StretchKind.TRAINING, self.forward, whole=self.whole)
+        draft = self._plan(StretchKind.TRAINING, self.forward, whole=self.in_backward and not self.planner.choice.apart)
         self._carry_out(draft, step)
         if draft.whole_chunks is not None:
             let_gradients_go(self.state, keeps=True)
             self.state.shrink(sorted(ref for ref in draft.whole_chunks.homes if self.state.is_free(ref)))
 
     def _norm(self, step: PaperStep) -> None:
-        trace = self.planner.read_where_it_is(self.planner.norm_trace(self.trained), self._pilot().nearest)
+        trace = self.planner.read_where_it_is(self.planner.norm_trace(self.trained), self._pilot.nearest)
         self._carry_out(self._plan(StretchKind.NORM, trace), step)
 
     def _update(self, step: PaperStep) -> None:
         if self.in_backward:
             if self.trained:
-                self._carry_out(self._plan(StretchKind.UPDATE, self.update_of()), step)
+                self._carry_out(self._plan(StretchKind.UPDATE, self.planner.update_trace(self.trained)), step)
             let_gradients_go(self.state, keeps=False)
             return
-        tiers = self.planner.tiers(self.update_of(), self.state, taken_bytes=0, level_bytes=self._level_bytes)
-        update = self.update_of(frozenset(tiers.items()))
+        tiers = self.planner.tiers(
+            self.planner.update_trace(self.trained), self.state, taken_bytes=0, level_bytes=self._level_bytes
+        )
+        update = self.planner.update_trace(self.trained, tiers)
         if self.planner.weaves:
             self._pending = update
         else:
@@ -168,13 +173,13 @@ class PaperRun:
         assert plan is not None, "no pass has made a plan"
         self.planner.began(draft.ask.kind, trace)
         simulated = simulate(plan, trace)
-        self.simulated(simulated, trace)
+        self.ran.append((simulated, trace))
         for tier, nbytes in simulated.peak.items():
             self.peak[tier] = max(self.peak[tier], nbytes)
         step.plans.append(plan)
         step.traces.append(trace)
         step.moved.update(simulated.moved)
-        self.state = Residency.of(plan.end)
+        self.state = self._pilot.state = Residency.of(plan.end)
 
     def _gradients(self) -> frozenset[PlaneRef]:
         """The gradients that have contents: all that `zero_grad()` lets go of once they have been used."""
@@ -182,25 +187,14 @@ class PaperRun:
 
     def _fill(self, layout: Layout) -> None:
         """Values are put into chunks as `manage` does it: parameter by parameter, a piece of each master at a time."""
-        pilot = self._pilot()
         for name in layout.slices:
             for part in layout.parts(name):
                 is_split = PlaneRef(part.chunk, REST) in self.state.home
-                self._use(pilot, name, pilot.nearest(master_touches(part, layout, is_split=is_split, writes=True)))
+                self._use(name, self._pilot.nearest(master_touches(part, layout, is_split=is_split, writes=True)))
 
-    def _use(self, pilot: Pilot, name: str, touches: Sequence[Touch]) -> None:
+    def _use(self, name: str, touches: Sequence[Touch]) -> None:
         """Has units used in a moment that is decided on the spot."""
-        assert pilot.planned(Phase.STEP, touches, ()) is None, "there is no plan yet"
-        for action in pilot.decided(Phase.STEP, name, touches, ()):
+        assert self._pilot.planned(Phase.STEP, touches, ()) is None, "there is no plan yet"
+        for action in self._pilot.decided(Phase.STEP, name, touches, ()):
             residency.apply(self.state, action)
         residency.mark_moment(self.state, Moment(Phase.STEP, name, tuple(touches)))
-
-    def _pilot(self) -> Pilot:
-        budget = self.budgets.machine.budget
-        return Pilot(
-            self.state,
-            budget_bytes=lambda: budget[self.state.compute],
-            host_bytes=budget.get(Tier.HOST, 0),
-            spare_bytes=self.budgets.spare_bytes,
-            policy=self.planner.policy,
-        )

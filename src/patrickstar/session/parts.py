@@ -1,21 +1,21 @@
-"""Parts of a session, and what ties them to the user's model."""
+"""Parts of a session."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from patrickstar.core.layout import Layout
-from patrickstar.hooks import Watched
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, STEP
+from patrickstar.errors import StateError
+from patrickstar.memory.leases import AssembledKey
+from patrickstar.optim.state import State
 from patrickstar.parameters.binding import Binding
-from patrickstar.session.buffers import Kind
 from patrickstar.step.events import Events, expect_own_parameters
 from patrickstar.step.executor import Executor
 from patrickstar.step.gradients import Gradients
-from patrickstar.step.out_of_memory import OutOfMemory
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.training import Training
 from patrickstar.step.values import Weights
@@ -27,9 +27,8 @@ class Parts:
     """The parts of a session that take steps. The store, which has all memory, is the executor's.
 
     Attributes:
-        training: None where only weights are managed. gradients: those in chunks. whole: the parameters as long as they keep their bytes.
+        gradients: those in chunks. whole: the parameters as long as they keep their bytes.
         host_budget_bytes: what chunks and tensors may take of the host, where the user gave a bound, or None.
-        shortage: is told where a device has no memory left.
     """
 
     model: nn.Module
@@ -41,46 +40,40 @@ class Parts:
     events: Events
     weights: Weights
     gradients: Gradients
-    training: Training | None
+    training: Training
     whole: Whole
     host_budget_bytes: int | None
-    shortage: OutOfMemory | None
 
     @property
     def steps(self) -> dict[str, int]:
         """Updates so far, by parameter."""
-        return self.training.steps if self.training is not None else {}
+        return self.training.updates.steps
+
+    def expect_open(self) -> None:
+        """Raises StateError where the session is closed."""
+        if self.events.is_closed:
+            raise StateError(
+                f"{self.events.session_name} is closed: the model has ordinary parameters; manage it again"
+            )
 
     def begin_access(self) -> None:
-        """Prepares for reading or writing state: does what is pending, and ends a stretch that is complete."""
+        """Prepares for reading or writing state: does what is pending, and ends a stretch that is complete. StateError: the session is closed."""
+        self.expect_open()
         self.events.forget_abandoned_backward()
         self.executor.settle()
         self.events.check_watch()
         self.binding.whole.take_back()
         self.stretches.pause()
 
-    def weight_pieces(self, name: str) -> Iterator[Tensor]:
-        """A parameter's elements in fp32, in order, in contiguous 1-D pieces."""
-        if self.binding.by_name[name].shape_only.is_contiguous():
-            yield from self.weights.master_pieces(name)
-        else:
-            yield self.weights.read(name).contiguous().reshape(-1)
+    def take_states(self, states: Mapping[str, State]) -> None:
+        """Sets the optimizer's state of these parameters."""
+        for name, state in states.items():
+            self.weights.write_average(name, EXP_AVG, state.exp_avg)
+            self.weights.write_average(name, EXP_AVG_SQ, state.exp_avg_sq)
+            self.steps[name] = state.step
+            self.binding.assembled.changed(AssembledKey(name, STEP))
 
     def expect_whole_model(self) -> None:
         """Raises StateError where the weights are of no one step, or not those that are managed."""
-        if self.training is not None:
-            self.training.expect_whole()
+        self.training.expect_whole()
         expect_own_parameters(self.model, self.named, self.binding.is_managed)
-
-
-@dataclass(frozen=True, slots=True)
-class Ties:
-    """The hooks on a model under management, and what its parameters and buffers were before.
-
-    Attributes:
-        buffers: what those were that have been cast or moved.
-    """
-
-    root: Watched
-    parameter_dtypes: Mapping[str, torch.dtype]
-    buffers: Mapping[str, Kind]

@@ -1,34 +1,46 @@
-"""Checkpoints of a session: weights, moments and everything else that stopping and resuming must not change."""
+"""Checkpoints of a session: weights, moments and all else that stopping and resuming must not change; exports of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from patrickstar.checkpoint import rng
+from patrickstar.checkpoint.export import write_model
 from patrickstar.checkpoint.find import open_step
+from patrickstar.checkpoint.naming import describe, own_keys
 from patrickstar.checkpoint.reader import StepReader
 from patrickstar.checkpoint.storage import write_step
 from patrickstar.checkpoint.tensors import TensorEntry
-from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, WEIGHT
 from patrickstar.errors import CheckpointError
 from patrickstar.optim.state import restore_groups
+from patrickstar.parameters.bound import BoundParameter
 from patrickstar.session.buffers import persistent_buffers
+from patrickstar.session.loading import tensors_of
 from patrickstar.session.parts import Parts
 
 _EXACT_IN_FP32 = (torch.bfloat16, torch.float16)
-_PLANES = MappingProxyType({"exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ})
+_MOMENTS = (EXP_AVG, EXP_AVG_SQ)
+
+
+class _Saved(NamedTuple):
+    """A tensor of a checkpoint: what it is, its elements in order, and what takes over one that was saved."""
+
+    entry: TensorEntry
+    pieces: Callable[[], Iterable[Tensor]]
+    take: Callable[[StepReader], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """Writes and reads checkpoints, a piece at a time.
+    """Writes and reads checkpoints, and exports the model, a piece at a time.
 
     Attributes:
         parts: of the session. live_groups: the optimizer's parameter groups, or None. scaler: scales losses.
@@ -41,17 +53,7 @@ class Saving:
     def save(self, directory: Path, step: int, *, extra: object, keep: int | None = None) -> Path:
         """Writes `directory/step-...` and moves `latest`. DeviceError where it cannot be written; nothing is lost by that."""
         self.parts.executor.settle()
-        buffers = persistent_buffers(self.parts.model)
-        entries = [
-            TensorEntry(f"weight/{b.name}", torch.float32, tuple(b.shape_only.shape), "weights")
-            for b in self.parts.binding
-        ]
-        entries += [TensorEntry(f"buffer/{name}", t.dtype, tuple(t.shape), "buffers") for name, t in buffers.items()]
-        for bound in self.parts.binding:
-            if bound.name in self.parts.steps:
-                shape = tuple(bound.shape_only.shape)
-                entries += [TensorEntry(f"{kind}/{bound.name}", torch.float32, shape, "moments") for kind in _PLANES]
-        live = self.live_groups
+        tensors, live = self._tensors(self.parts.steps), self.live_groups
         state: dict[str, Any] = {
             "steps": dict(self.parts.steps),
             "rng": rng.capture(self.parts.binding.device),
@@ -65,8 +67,8 @@ class Saving:
             return write_step(
                 directory,
                 step,
-                entries=entries,
-                read=lambda name: self._pieces(name, buffers),
+                entries=[saved.entry for saved in tensors.values()],
+                read=lambda name: tensors[name].pieces(),
                 parameters=self._shapes(),
                 state=state,
                 extra=extra,
@@ -79,19 +81,13 @@ class Saving:
             reader.require_model(self._shapes())
             reader.verify()
             state, extra = reader.values["state"], reader.values["extra"]
-            buffers = persistent_buffers(self.parts.model)
-            steps = self._check(reader, state, buffers)
+            tensors = self._check(reader, state)
             assert isinstance(state, dict)
+            steps = state["steps"]
             self._forget()
             with self.parts.executor.lock, self.parts.executor.quiet():
                 for name in reader.spans:
-                    kind, _, owner = name.partition("/")
-                    if kind == "buffer":
-                        buffers[owner].copy_(reader.read(name))
-                    elif kind == "weight":
-                        self._read_weight(reader, name, owner)
-                    else:
-                        self._read_average(reader, name, owner, _PLANES[kind])
+                    tensors[name].take(reader)
                 for name in set(self.parts.steps) - set(steps):
                     self.parts.weights.clear_averages(name)
             self.parts.steps.clear()
@@ -105,14 +101,58 @@ class Saving:
             rng.restore(state["rng"], self.parts.binding.device)
             return reader.step, extra
 
+    def export(self, directory: Path, *, shard_bytes: int) -> None:
+        """Writes parameters in fp32, persistent buffers in the type they have, and the configuration. DeviceError: it cannot be written."""
+        model, weights, names = self.parts.model, self.parts.weights, self.parts.binding.names
+        tensors = tensors_of(model)
+        kept = own_keys(model, tensors)
+        found = {key: tensor for keys, tensor in tensors.items() if (key := kept.get(keys))}
+
+        def pieces(key: str) -> Iterable[Tensor]:
+            name = names.get(id(found[key]))
+            return weights.elements(name) if name is not None else [found[key].detach().contiguous().reshape(-1)]
+
+        entries = [
+            TensorEntry(key, torch.float32 if id(tensor) in names else tensor.dtype, tuple(tensor.shape))
+            for key, tensor in found.items()
+        ]
+        with self.parts.executor.lock, self.parts.executor.quiet():
+            write_model(
+                directory,
+                entries,
+                read=pieces,
+                describe=lambda to: describe(model, torch.float32, to),
+                shard_bytes=shard_bytes,
+            )
+
+    def _tensors(self, updated: Collection[str]) -> dict[str, _Saved]:
+        """The tensors of a checkpoint, by name. `updated`: the parameters that have moments."""
+        binding, buffers = self.parts.binding, persistent_buffers(self.parts.model)
+        found = [self._kept(WEIGHT, bound) for bound in binding]
+        found += [_buffer(f"buffer/{name}", buffer) for name, buffer in buffers.items()]
+        found += [self._kept(plane, bound) for bound in binding if bound.name in updated for plane in _MOMENTS]
+        return {saved.entry.name: saved for saved in found}
+
+    def _kept(self, plane: str, bound: BoundParameter) -> _Saved:
+        """A parameter's values in a plane."""
+        weights, name = self.parts.weights, f"{plane}/{bound.name}"
+
+        def take(reader: StepReader) -> None:
+            if bound.shape_only.is_contiguous():
+                weights.read_into(bound.name, lambda kept, at: reader.read_into(name, kept, start=at), plane)
+            else:
+                weights.fill(bound, reader.read(name), plane)
+
+        stem = "weights" if plane == WEIGHT else "moments"
+        entry = TensorEntry(name, torch.float32, tuple(bound.shape_only.shape), stem)
+        return _Saved(entry, partial(weights.elements, bound.name, plane), take)
+
     def _forget(self) -> None:
         """Ends what is under way, and lets gradients go: everything is about to be loaded anew."""
         self.parts.executor.settle()
         self.parts.stretches.end()
-        training = self.parts.training
-        if training is not None:
-            training.zero_grad(set_to_none=True)
-            training.forget_unfinished()
+        self.parts.training.zero_grad(set_to_none=True)
+        self.parts.training.forget_unfinished()
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {bound.name: tuple(bound.shape_only.shape) for bound in self.parts.binding}
@@ -121,7 +161,8 @@ class Saving:
         names = self.parts.binding.names
         return [[names[id(parameter)] for parameter in group["params"]] for group in self.live_groups or ()]
 
-    def _check(self, reader: StepReader, state: object, buffers: Mapping[str, Tensor]) -> dict[str, int]:
+    def _check(self, reader: StepReader, state: object) -> dict[str, _Saved]:
+        """The tensors of this session that a checkpoint with such a state has. CheckpointError: it has others."""
         where = reader.path
         if (
             not isinstance(state, dict)
@@ -132,23 +173,22 @@ class Saving:
         steps = state["steps"]
         if not all(name in self.parts.binding.by_name and isinstance(count, int) for name, count in steps.items()):
             raise CheckpointError(f"{where}: its counts of updates are not of this model's parameters")
-        wanted = {f"weight/{bound.name}": tuple(bound.shape_only.shape) for bound in self.parts.binding}
-        wanted |= {f"{kind}/{name}": wanted[f"weight/{name}"] for name in steps for kind in _PLANES}
-        wanted |= {f"buffer/{name}": tuple(buffer.shape) for name, buffer in buffers.items()}
+        tensors = self._tensors(steps)
+        wanted = {name: saved.entry.shape for name, saved in tensors.items()}
         found = {name: span.shape for name, span in reader.spans.items()}
         if wanted != found:
             odd = sorted(name for name in {*wanted, *found} if wanted.get(name) != found.get(name))
             raise CheckpointError(f"{where}: a checkpoint of another model or precision: {', '.join(odd[:4])} differ")
         for name, span in reader.spans.items():
-            kind, _, owner = name.partition("/")
-            expected = buffers[owner].dtype if kind == "buffer" else torch.float32
-            if span.dtype is not expected and not (expected is torch.float32 and span.dtype in _EXACT_IN_FP32):
+            expected = tensors[name].entry.dtype
+            is_exact = expected is torch.float32 and span.dtype in _EXACT_IN_FP32
+            if span.dtype is not expected and not is_exact:
                 raise CheckpointError(
                     f"{where}: {name} is {span.dtype}, expected {expected}: a checkpoint of another precision"
                 )
         self._check_groups(where, state["groups"], state["group_parameters"])
         rng.check(state["rng"], self.parts.binding.device)
-        return steps
+        return tensors
 
     def _check_groups(self, where: Path, groups: list[object] | None, parameters: list[list[str]]) -> None:
         live = self.live_groups
@@ -167,34 +207,10 @@ class Saving:
                     "build the groups as they were then"
                 )
 
-    def _pieces(self, name: str, buffers: Mapping[str, Tensor]) -> Iterator[Tensor]:
-        kind, _, owner = name.partition("/")
-        if kind == "buffer":
-            yield buffers[owner].detach().cpu().contiguous().reshape(-1)
-            return
-        if kind == "weight":
-            yield from self.parts.weight_pieces(owner)
-        elif not self.parts.binding.by_name[owner].shape_only.is_contiguous():
-            yield self.parts.weights.read_average(owner, _PLANES[kind]).contiguous().reshape(-1)
-        else:
-            yield from self.parts.weights.average_pieces(owner, _PLANES[kind])
 
-    def _read_weight(self, reader: StepReader, name: str, owner: str) -> None:
-        bound = self.parts.binding.by_name[owner]
-        if not bound.shape_only.is_contiguous():
-            self.parts.weights.fill(bound, reader.read(name))
-            return
-        for part in self.parts.layout.parts(owner):
-            self.parts.weights.read_into(owner, part, lambda master, at: reader.read_into(name, master, start=at))
-
-    def _read_average(self, reader: StepReader, name: str, owner: str, plane: str) -> None:
-        if not self.parts.binding.by_name[owner].shape_only.is_contiguous():
-            self.parts.weights.write_average(owner, plane, reader.read(name))
-            return
-        at = 0
-        for target in self.parts.weights.average_pieces(owner, plane, writes=True):
-            here = target if target.is_cpu else torch.empty(target.shape, device="cpu")
-            reader.read_into(name, here, start=at)
-            if here is not target:
-                target.copy_(here)
-            at += target.numel()
+def _buffer(name: str, buffer: Tensor) -> _Saved:
+    return _Saved(
+        TensorEntry(name, buffer.dtype, tuple(buffer.shape), "buffers"),
+        lambda: [buffer.detach().cpu().contiguous().reshape(-1)],
+        lambda reader: buffer.copy_(reader.read(name)),
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,9 +18,8 @@ from patrickstar.memory.device_failure import noticed_at
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.plan.plan import Plan
 from patrickstar.session.close import Closing
-from patrickstar.session.exporting import export_model
 from patrickstar.session.optimizer_target import OptimizerTarget
-from patrickstar.session.parts import Parts, Ties
+from patrickstar.session.parts import Parts
 from patrickstar.session.saving import Saving
 from patrickstar.session.stats import Stats, gather_stats
 from patrickstar.step.training import Training
@@ -33,9 +32,9 @@ class Session:
     `layout`: which parameter lies in which chunk; `layout.padding` is the share of chunk space unused.
     """
 
-    def __init__(self, parts: Parts, ties: Ties) -> None:
+    def __init__(self, parts: Parts, closing: Callable[..., Closing]) -> None:
         self._parts = parts
-        self._ties = ties
+        self._make_closing = closing
         self.layout = parts.layout
         self.optimizer: ManagedOptimizer | None = None
         """The optimizer to step with: it shares `param_groups` with the one passed to `manage`. None where there was none."""
@@ -44,7 +43,6 @@ class Session:
         """Scales losses, with the interface of `torch.amp.GradScaler`: `scaler.scale(loss).backward()`, `scaler.step(optimizer)`,
         `scaler.update()`. Disabled unless the precision is fp16: then these do no more than the plain calls."""
 
-        self._closed = False
         self._closing: Closing | None = None
         self.unclosed: weakref.finalize[Any, Any] | None = None
         """Warns of a session that nobody closes; `manage` sets it."""
@@ -53,11 +51,11 @@ class Session:
 
     def __repr__(self) -> str:
         model = type(self._parts.model).__name__
-        return f"<Session of {model}, {len(self._parts.named)} parameters{', closed' if self._closed else ''}>"
+        return f"<Session of {model}, {len(self._parts.named)} parameters{', closed' if self._parts.events.is_closed else ''}>"
 
     def attach(self, original: torch.optim.Optimizer) -> ManagedOptimizer:
         """Puts an optimizer that asks this session to step in the place of the user's; `manage` calls this once."""
-        target = OptimizerTarget(self._parts, original, self._expect_open)
+        target = OptimizerTarget(self._parts, original)
         self.optimizer = ManagedOptimizer(original, target=target, names=self._parts.binding.names)
         return self.optimizer
 
@@ -77,7 +75,7 @@ class Session:
 
     def stats(self) -> Stats:
         """Numbers of what has happened so far."""
-        self._expect_open()
+        self._parts.expect_open()
         return gather_stats(self._parts)
 
     # gradients
@@ -94,18 +92,18 @@ class Session:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Sets a parameter's value."""
-        self._begin_access()
+        self._parts.begin_access()
         self._parts.weights.write(name, tensor)
 
     def state_dict(self) -> Mapping[str, Tensor]:
         """The keys of `model.state_dict()`, parameters in fp32; each tensor is read when it is asked for."""
-        self._expect_open()
+        self._parts.expect_open()
         parts = self._parts
         entries = parts.model.state_dict(keep_vars=True)
         names = parts.binding.names
 
         def read(key: str) -> Tensor:
-            self._begin_access()
+            self._parts.begin_access()
             value = entries[key]
             name = names.get(id(value))
             if name is not None:
@@ -120,7 +118,7 @@ class Session:
         Raises:
             ConfigError: missing or unexpected keys, or other shapes. Nothing has changed then.
         """
-        self._begin_access()
+        self._parts.begin_access()
         parts = self._parts
         entries = parts.model.state_dict(keep_vars=True)
         missing = [key for key in entries if key not in mapping]
@@ -163,11 +161,12 @@ class Session:
             DeviceError: it cannot be written; what was written before is intact.
             CheckpointError: `torch.load(weights_only=True)` could not read something in `extra` back; nothing was written.
         """
-        self._begin_access()
+        self._parts.begin_access()
         if wait is not True:
             raise ConfigError("wait=False: checkpoints are written in the background in a later version; leave it out")
         self._parts.expect_whole_model()
-        return self._saving().save(Path(dir), self._steps(), extra=dict(extra or {}), keep=keep)
+        step = self._steps_before + self._parts.stretches.counts.steps
+        return self._saving().save(Path(dir), step, extra=dict(extra or {}), keep=keep)
 
     def load_checkpoint(self, dir: str | Path) -> Any:  # noqa: A002 - the name users type
         """Takes over `dir/latest`, or one step's directory, and gives back `extra`: containers and tensors, `state_dict`s as plain values.
@@ -175,7 +174,7 @@ class Session:
         Raises:
             CheckpointError: it is damaged or of another model. Nothing has changed then.
         """
-        self._begin_access()
+        self._parts.begin_access()
         step, extra = self._saving().load(Path(dir))
         self._steps_before = step - self._parts.stretches.counts.steps
         return extra
@@ -191,22 +190,18 @@ class Session:
         Raises:
             DeviceError: it cannot be written; a model that was there is as before, unless renaming fails half way. ConfigError: no such size.
         """
-        self._begin_access()
+        self._parts.begin_access()
         shard_bytes = parse_size(max_shard_size, name="max_shard_size")
         self._parts.expect_whole_model()
-        export_model(self._parts, Path(dir), shard_bytes=shard_bytes)
+        self._saving().export(Path(dir), shard_bytes=shard_bytes)
 
     def _saving(self) -> Saving:
         groups = None if self.optimizer is None else self.optimizer.param_groups
         return Saving(self._parts, groups, self.scaler)
 
-    def _steps(self) -> int:
-        self._parts.executor.settle()
-        return self._steps_before + self._parts.stretches.counts.steps
-
     def _training(self) -> Training:
-        self._expect_open()
-        if self._parts.training is None:
+        self._parts.expect_open()
+        if self.optimizer is None:
             raise StateError("this session manages weights only: pass an optimizer to manage()")
         return self._parts.training
 
@@ -220,33 +215,26 @@ class Session:
         Raises:
             DeviceError: the disk or the device does not give weights back. What was read stays; another call tries the rest, or gives them up.
         """
-        if self._closed:
+        if self._parts.events.is_closed:
             return
         self._parts.events.check_watch()
         self._parts.binding.whole.take_back()
         if self._closing is None:
-            self._closing = Closing(self._parts, self._ties, optimizer=self.optimizer, keep_weights=keep_weights)
+            self._closing = self._make_closing(optimizer=self.optimizer, keep_weights=keep_weights)
         elif not keep_weights:
             self._closing.give_up()
         with noticed_at("close()"):
             self._closing.run()
-        self._closed = True
+        self._parts.events.is_closed = True
+        self._parts.events.session_name = repr(self)
         if self.unclosed is not None:
             self.unclosed.detach()
 
     def __enter__(self) -> Session:
-        self._expect_open()
+        self._parts.expect_open()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _expect_open(self) -> None:
-        if self._closed:
-            raise StateError(f"{self!r} is closed: the model has ordinary parameters; manage it again")
-
-    def _begin_access(self) -> None:
-        self._expect_open()
-        self._parts.begin_access()

@@ -5,20 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 
 from patrickstar.core.formats import Formats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
-from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, GradientUse
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT
 from patrickstar.core.trace import Trace
 from patrickstar.errors import BudgetError
 from patrickstar.plan import residency
 from patrickstar.plan.fit import minimum_bytes, worst_moment
 from patrickstar.plan.placement import place, place_on_all_tiers
 from patrickstar.plan.residency import Residency
-from patrickstar.session.start import Setup, add_gradients, resting_state
+from patrickstar.session.start import Setup, add_gradients
 from patrickstar.units import MIB
 
 _GRAIN_BYTES = 64 * MIB
@@ -42,20 +41,11 @@ def smallest_budgets(setup: Setup, traces: tuple[Trace, ...]) -> dict[str, int]:
         except BudgetError:
             needed = needs(_with_host(machine, enough or everything))
     elif machine.compute is Tier.HOST and Tier.DISK not in machine.budget:
-        needed = _minimum_of_the_host_alone(setup, traces)
+        needed = _needed_beside_homes(setup, traces, machine)
     else:
         needed = minimum_bytes(*traces, layout=layout, formats=formats)
     minimum[machine.compute.label] = needed + machine.costs.beside(needed)
     return minimum
-
-
-def _minimum_of_the_host_alone(setup: Setup, traces: tuple[Trace, ...]) -> int:
-    """The smallest budget of a host on which everything is at home, and which nothing leaves."""
-    machine = Machine(Tier.HOST, {Tier.HOST: sys.maxsize})
-    contents = resting_state(replace(setup, budgets=replace(setup.budgets, machine=machine)))
-    if setup.gradients is GradientUse.UPDATE:
-        add_gradients(contents, traces[0], setup, machine)
-    return _most_needed(contents, traces)
 
 
 def _rests_below(setup: Setup) -> bool:
@@ -69,14 +59,15 @@ def _rests_below(setup: Setup) -> bool:
 
 
 def _needed_beside_homes(setup: Setup, traces: tuple[Trace, ...], machine: Machine) -> int:
-    """The smallest budget of a device on which what the tiers below have no room for is at home."""
+    """The smallest budget of the compute tier where what the tiers below have no room for is at home there."""
     layout, formats, compute = setup.layout, setup.formats.now, machine.compute
     roomy = Machine(compute, {**machine.budget, compute: sys.maxsize})
     home = place_on_all_tiers(layout, roomy, planes=setup.gradients.planes, formats=formats)
     contents = Residency.at_rest(layout, compute=compute, home=home, free=home, formats=formats)
-    if setup.gradients is GradientUse.UPDATE:
-        add_gradients(contents, traces[0], setup, roomy)
-    return _most_needed(contents, traces)
+    add_gradients(contents, traces[0], setup, roomy)
+    at_home = sum(contents.unit_bytes(ref) for ref, tier in contents.home.items() if tier is compute)
+    # By a step after others, where what is at home there never leaves it.
+    return max(at_home, *(worst_moment(trace, start=contents, trained=True).nbytes for trace in traces))
 
 
 def _smallest_host(machine: Machine, needs: Callable[[Machine], int], everything: int) -> int:
@@ -112,12 +103,6 @@ def _unit_bytes(layout: Layout, formats: Formats) -> Iterator[int]:
     slot_bytes = residency.bytes_of_slot(layout, formats)
     for ref in formats.units(layout, (WEIGHT, REST, EXP_AVG, EXP_AVG_SQ, GRAD)):
         yield residency.slots_of(ref, layout, formats) * slot_bytes
-
-
-def _most_needed(contents: Residency, traces: tuple[Trace, ...]) -> int:
-    """The most of the tier that computes that a step needs at once after others, where what is at home there never leaves it."""
-    at_home = sum(contents.unit_bytes(ref) for ref, tier in contents.home.items() if tier is contents.compute)
-    return max(at_home, *(worst_moment(trace, start=contents, trained=True).nbytes for trace in traces))
 
 
 def let_gradients_go(state: Residency, *, keeps: bool) -> None:

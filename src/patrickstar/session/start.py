@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.chunk_size import GRAIN, search_chunk_numel, whole_grains
 from patrickstar.core.cuda_blocks import block_bytes
-from patrickstar.core.formats import Formats, SessionFormats
+from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout, TensorSpec, build_layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, WEIGHT, GradientUse, PlaneRef
@@ -74,14 +73,11 @@ class Setup:
     @property
     def never_whole(self) -> str:
         """The reason why parameters are bound by use whatever the budget; empty where there is none."""
-        reasons = {
-            "asked for": self.binding != "whole",
-            "gradients of 16 bits from before manage()": self.has_gradients
-            and self.precision.mixed
-            and self.gradients is GradientUse.UPDATE,
-            "Options(tile_rows=)": self.memory.options.tile_rows is not None,
-        }
-        return next((reason for reason, holds in reasons.items() if holds), "")
+        if self.binding != "whole":
+            return "asked for"
+        if self.has_gradients and self.precision.mixed and self.gradients is GradientUse.UPDATE:
+            return "gradients of 16 bits from before manage()"
+        return "" if self.memory.options.tile_rows is None else "Options(tile_rows=)"
 
     def kept_gradients(self, trace: Trace | None) -> frozenset[str]:
         """The parameters whose gradients are kept beyond their arrival in a step with this trace; None: nobody knows its trace."""
@@ -202,13 +198,7 @@ def layout_of(
     """
     tiles = find_tiles(model, named, memory.options.tile_rows)
     specs = [
-        TensorSpec(
-            name,
-            tuple(parameter.shape),
-            trained(parameter),
-            lies_in(name, precision.whole),
-            tiles.get(name),
-        )
+        TensorSpec(name, tuple(parameter.shape), trained(parameter), lies_in(name, precision.whole), tiles.get(name))
         for name, parameter in named.items()
     ]
     granule_numel = granule_bytes // precision.formats.narrowest
@@ -302,36 +292,21 @@ def resting_state(setup: Setup, *, clips: bool = False) -> Residency:
         expect_room(max((worst_moment(trace, start=state) for trace in traces), key=lambda need: need.nbytes), machine)
         return state
 
-    best, *others = _homes(layout, machine, gradients.planes, formats=formats)
+    # Below the compute tier where there is room below, so that activations nobody has seen yet find room too: what fits stays there all the same,
+    # as cached copies that never have to move. And where there is no room below for all, as little as can be rests on the compute tier.
+    has_below = machine.compute is not Tier.HOST or Tier.DISK in machine.budget
+    all_of_it = machine.budget[machine.compute] if has_below else 0
     try:
-        return with_homes(best())
+        return with_homes(place(layout, machine, planes=gradients.planes, nonmodel_bytes=all_of_it, formats=formats))
     except BudgetError:
-        for homes in others:
-            with suppress(BudgetError):
-                return with_homes(homes())
+        with suppress(BudgetError):
+            if has_below:
+                return with_homes(place_on_all_tiers(layout, machine, planes=gradients.planes, formats=formats))
         raise
 
 
 def add_gradients(state: Residency, trace: Trace, setup: Setup, machine: Machine) -> None:
-    """Gives homes to the gradients that a forward with this trace keeps. BudgetError: they do not fit."""
-    kept, why = trace.touched(GRAD), name_gradients(trace)
-    state.grow(*place_gradients(machine, kept, state=state, layout=setup.layout, formats=setup.formats.now, why=why))
-
-
-def _homes(
-    layout: Layout, machine: Machine, planes: tuple[str, ...], *, formats: Formats
-) -> list[Callable[[], dict[PlaneRef, Tier]]]:
-    """The homes of units, the best first: below the compute tier where there is room below, so that activations nobody has seen yet find room too.
-
-    What fits stays on the compute tier all the same, as cached copies that never have to move. And where there is no room below for all, as
-    little as can be rests on the compute tier.
-    """
-    whole = machine.budget[machine.compute]
-    below = partial(place, layout, machine, planes=planes, nonmodel_bytes=whole, formats=formats)
-    here = partial(place, layout, machine, planes=planes, formats=formats)
-    if machine.compute is Tier.HOST and Tier.DISK not in machine.budget:
-        return [here]
-    return [
-        below,
-        partial(place_on_all_tiers, layout, machine, planes=planes, formats=formats),
-    ]
+    """Gives homes to the gradients that a forward with this trace keeps, where others are used as they arrive. BudgetError: they do not fit."""
+    if setup.gradients is GradientUse.UPDATE:
+        kept, why, formats = trace.touched(GRAD), name_gradients(trace), setup.formats.now
+        state.grow(*place_gradients(machine, kept, state=state, layout=setup.layout, formats=formats, why=why))

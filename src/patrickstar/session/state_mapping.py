@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Final, NoReturn, TypeVar
 
 import torch
@@ -23,19 +23,18 @@ class StateMapping(MutableMapping[Tensor, Any]):
     """A mapping like torch's `optimizer.state`: a parameter is in it once it has been updated; what is asked of another one is empty.
 
     Args:
-        parts: of the session. optimizer: the one that was passed to `manage`. expect_open: raises where the session is closed.
+        parts: of the session. optimizer: the one that was passed to `manage`.
     """
 
-    def __init__(self, parts: Parts, optimizer: torch.optim.Optimizer, *, expect_open: Callable[[], None]) -> None:
+    def __init__(self, parts: Parts, optimizer: torch.optim.Optimizer) -> None:
         self._parts = parts
         self._binding = parts.binding
         self._weights = parts.weights
         self._steps = parts.steps
         self._optimizer = optimizer
-        self._expect_open = expect_open
 
     def __getitem__(self, parameter: Tensor) -> ParameterState:
-        self._expect_open()
+        self._parts.expect_open()
         return ParameterState(of=self, name=self._name(parameter))
 
     def get(self, parameter: Tensor, default: _T = None) -> ParameterState | _T:  # type: ignore[assignment]
@@ -43,11 +42,11 @@ class StateMapping(MutableMapping[Tensor, Any]):
         return self[parameter] if parameter in self else default  # noqa: SIM401  (this is `get`)
 
     def __contains__(self, parameter: object) -> bool:
-        self._expect_open()
+        self._parts.expect_open()
         return self._binding.names.get(id(parameter)) in self._steps
 
     def __iter__(self) -> Iterator[Tensor]:
-        self._expect_open()
+        self._parts.expect_open()
         groups = self._optimizer.param_groups
         seen = dict.fromkeys(id(each) for group in groups for each in group["params"] if each in self)
         named = {id(bound.parameter): bound.parameter for bound in self._binding}
@@ -58,7 +57,7 @@ class StateMapping(MutableMapping[Tensor, Any]):
 
     def __setitem__(self, parameter: Tensor, values: Mapping[str, Any]) -> None:
         """Writes the whole entry of a parameter, or nothing where something of it is wrong."""
-        self._begin_access()
+        self._parts.begin_access()
         name = self._name(parameter)
         if not values:
             if name in self._steps:
@@ -78,7 +77,7 @@ class StateMapping(MutableMapping[Tensor, Any]):
         if parameter not in self:
             raise KeyError(parameter)
         name = self._name(parameter)
-        self._begin_access()
+        self._parts.begin_access()
         self._weights.clear_averages(name)
         del self._steps[name]
 
@@ -105,7 +104,7 @@ class StateMapping(MutableMapping[Tensor, Any]):
 
     def has(self, name: str) -> bool:
         """Tells whether there is a state of a parameter."""
-        self._expect_open()
+        self._parts.expect_open()
         return name in self._steps
 
     def tensor(self, name: str, plane: str) -> Tensor:
@@ -145,16 +144,12 @@ class StateMapping(MutableMapping[Tensor, Any]):
         """Writes a value that was checked."""
         if value is None:
             return
-        self._begin_access()
+        self._parts.begin_access()
         if plane != STEP:
             self._weights.write_average(name, plane, value.detach())
             return
         self._steps[name] = count_of(AssembledKey(name, STEP), value)
         self._binding.assembled.changed(AssembledKey(name, STEP))
-
-    def _begin_access(self) -> None:
-        self._expect_open()
-        self._parts.begin_access()
 
     def _name(self, parameter: Tensor) -> str:
         name = self._binding.names.get(id(parameter))

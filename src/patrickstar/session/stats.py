@@ -75,7 +75,7 @@ def _line(name: str, text: str) -> str:
 
 def gather_stats(parts: Parts) -> Stats:
     """The numbers as they are now. What a step that is called and not over will have made counts as model data, and what it lets go of does not."""
-    store, counts, training = parts.executor.store, parts.stretches.counts, parts.training
+    store, counts, blocks = parts.executor.store, parts.stretches.counts, len(parts.stretches.blocks.bound)
     state, ledger, pending = store.state, store.ledger, parts.executor.pending
     gradient_bytes = sum(gradient.nbytes for _, gradient in parts.binding.gradients.owned())
     made, freed = pending.leaves() if pending is not None else (frozenset[PlaneRef](), frozenset[PlaneRef]())
@@ -93,14 +93,9 @@ def gather_stats(parts: Parts) -> Stats:
         planned_steps=counts.planned,
         reactive_steps=counts.reactive,
         reason=counts.reason,
-        seconds={**parts.events.seconds, "step": training.updates.seconds if training is not None else 0.0},
-        binding=_binding(parts),
+        seconds={**parts.events.seconds, "step": parts.training.updates.seconds},
+        binding=f"{f'{blocks} blocks, the rest ' if blocks else ''}by use: {parts.whole.why}"
+        if parts.whole.why
+        else "whole",
         bytes_per_parameter=sum(model_data.values()) / max(1, parts.layout.model_numel),
     )
-
-
-def _binding(parts: Parts) -> str:
-    if not parts.whole.why:
-        return "whole"
-    blocks = len(parts.stretches.blocks.bound)
-    return f"{f'{blocks} blocks, the rest ' if blocks else ''}by use: {parts.whole.why}"

@@ -36,9 +36,9 @@ class Assembling:
 
     def make(self, key: AssembledKey) -> Tensor:
         """The tensor for a key, put together: 1-D, in slot order. BudgetError: the tensor does not fit."""
-        bound = self.binding.by_name[key.name]
-        dtype = bound.shape_only.dtype if key.plane == GRAD else torch.float32
-        numel = 1 if key.plane == STEP else bound.shape_only.numel()
+        shape_only = self.binding.by_name[key.name].shape_only
+        dtype = shape_only.dtype if key.plane == GRAD else torch.float32
+        numel = 1 if key.plane == STEP else shape_only.numel()
         with self.executor.lock, self.executor.apart(), self._taking(key, numel * dtype.itemsize):
             flat = torch.empty(numel, dtype=dtype, device=self.binding.device)
             self.renew(key, flat)
@@ -52,7 +52,7 @@ class Assembling:
             elif key.plane == GRAD:
                 self.gradients.copy_into(key.name, copy)
             else:
-                self.weights.copy_average_into(key.name, key.plane, copy)
+                self.weights.copy_into(key.name, key.plane, copy)
             self.binding.leases.copy_written(key, copy)
 
     def changed(self, key: AssembledKey, *, wholly: bool) -> None:
@@ -67,7 +67,7 @@ class Assembling:
             elif key.plane == GRAD:
                 self.gradients.write(self.binding.by_name[key.name], copy, wholly=wholly)
             else:
-                self.weights.write_average_from(key.name, key.plane, copy)
+                self.weights.fill_from(key.name, copy, key.plane)
 
     def expect_room(self, key: AssembledKey) -> None:
         """Raises BudgetError where there is no room to put the tensor for a key together."""
@@ -84,7 +84,6 @@ class Assembling:
         """Leaves chunks less room while a tensor of `nbytes` is put together."""
         nbytes = block_bytes(nbytes, "cpu" if self.binding.device is None else self.binding.device.type)
         held = self.binding.leases.assembled_bytes()
-        self.binding.assembled.making_bytes += nbytes
         try:
             with self.executor.room.making(nbytes, is_budgeted=True):
                 yield
@@ -107,8 +106,6 @@ class Assembling:
                 smallest_bytes=needed,
                 fixed_bytes=fixed_bytes,
             ) from refusal
-        finally:
-            self.binding.assembled.making_bytes -= nbytes
 
 
 def count_of(key: AssembledKey, value: Tensor) -> int:

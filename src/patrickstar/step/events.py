@@ -25,11 +25,12 @@ from patrickstar.parameters.registered import Registered
 from patrickstar.parameters.transforms import expect_ordinary_call, is_ordinary_call
 from patrickstar.plan.touches import Touches
 from patrickstar.step.assembling import Assembling
-from patrickstar.step.copies import Copies
 from patrickstar.step.executor import Executor
 from patrickstar.step.late_planes import LatePlanes
+from patrickstar.step.optimizer_step import expect_dense
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.training import Training
+from patrickstar.step.weight_masters import Masters
 from patrickstar.step.whole import Whole
 from patrickstar.torch_private import backward_id, backward_makes_graph
 from patrickstar.tracing.cast_inputs import cast_inputs
@@ -45,6 +46,7 @@ class Events(Owner):
         registered: the model, and what it has. compute: the type that inputs are cast to.
         handed_out: memory that others may write to. outside: a parameter that no block owns, if there is one.
         advice: gives what is added where a call is refused. seconds: durations of the last forward and backward.
+        is_closed: whether the session is.
     """
 
     registered: Registered
@@ -57,14 +59,15 @@ class Events(Owner):
     whole: Whole = field(init=False)
     late_planes: LatePlanes = field(init=False)
     stretches: Stretches = field(init=False)
-    training: Training | None = field(init=False)
+    training: Training = field(init=False)
     handed_out: EscapedMemory = field(init=False)
-    copies: Copies = field(init=False)
+    masters: Masters = field(init=False)
     assembling: Assembling = field(init=False)
     outside: nn.Parameter | None = field(init=False)
     advice: Callable[[], str] = field(init=False)
 
     seconds: dict[str, float] = field(default_factory=lambda: {"forward": 0.0, "backward": 0.0})
+    is_closed: bool = False
     _process: int = field(default_factory=os.getpid)
     _depth: int = 0
     _caller: FrameType | None = None
@@ -82,8 +85,7 @@ class Events(Owner):
             self.executor.moment(Phase.FORWARD, label, touches)
             return
         self._in_backward = True
-        if self.training is not None:
-            self.training.notice_recomputation()
+        self.training.notice_recomputation()
         self.executor.moment(Phase.RECOMPUTE, label, touches)
 
     def carry_out_pending(self) -> None:
@@ -97,17 +99,17 @@ class Events(Owner):
         self.executor.moment(Phase.BACKWARD, label, touches)
 
     def make_copy(self, key: CopyKey) -> Tensor:
-        return self.assembling.make(key) if isinstance(key, AssembledKey) else self.copies.make(key)
+        return self.assembling.make(key) if isinstance(key, AssembledKey) else self.masters.make(key)
 
     def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
         if isinstance(key, AssembledKey):
             self.assembling.renew(key, copy)
         else:
-            self.copies.renew(key, copy)
+            self.masters.renew(key, copy)
 
     def changed(self, key: WeightKey) -> None:
         if not isinstance(key, PlaneRef):
-            self.copies.changed(key)
+            self.masters.changed(key)
             return
         self.executor.wrote(key)
         phase = self.executor.change_phase()
@@ -137,32 +139,27 @@ class Events(Owner):
             self.handed_out.renew()
 
     def thawed(self, name: str) -> None:
-        if self.training is not None:
-            self.late_planes.thaw(name)
+        self.late_planes.thaw(name)
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         if self.handed_out.watched:
             self.handed_out.check()
         if gradient.layout is not torch.strided:
-            raise StateError(
-                f"{name} has a gradient of layout {gradient.layout}: sparse gradients cannot be managed; use sparse=False"
-            )
+            expect_dense(name, gradient)
         now = time.perf_counter()
         if not self._backward_began_s:
             self._backward_began_s = now
-        assert self.training is not None
         self.training.gradient(name, gradient)
         self.seconds["backward"] = time.perf_counter() - self._backward_began_s
 
     def has_gradient(self, name: str) -> bool:
-        return self.training is not None and self.training.has_gradient(name)
+        return self.training.has_gradient(name)
 
     def is_spent(self, name: str) -> bool:
-        return self.training is not None and self.training.is_spent(name)
+        return self.training.is_spent(name)
 
     def drop_gradient(self, name: str) -> None:
-        if self.training is not None:
-            self.training.drop_gradient(name)
+        self.training.drop_gradient(name)
 
     # memory that was handed out
 
@@ -200,13 +197,12 @@ class Events(Owner):
         if not self.registered.are_there() or not self.binding.are_managed():
             expect_own_parameters(self.registered.model, self.named, self.binding.is_managed, self.advice)
             self.registered = Registered(self.registered.model)  # modules without parameters have come, or gone
-        if self.training is not None:
-            self.training.begin_forward()
+        self.training.begin_forward()
         self.check_watch()
         if self.binding.is_whole:
             self.binding.whole.take_back(for_forward=True)
         with self.executor.lock:
-            self.stretches.begin_forward(self.registered, self.named, args, kwargs)
+            self.stretches.begin_forward(self.registered, args, kwargs)
         self.touches.begin_forward()
         self._depth, self._caller = 1, sys._getframe(1)
         self._in_backward = False

@@ -25,10 +25,13 @@ class FittingBlocks:
     """Makes forecasts of forwards that are new.
 
     Attributes:
-        places: the outermost blocks that may be bound. start: gives where units are before a forward with this trace.
+        named: the parameters of the model. places: its outermost blocks that may be bound.
+        start: gives where units are before a forward with this trace.
         taken_bytes: what of the compute tier's budget the user has taken. traced: where all are forecasts of one forward, what it does, by blocks.
     """
 
+    model: nn.Module
+    named: Mapping[str, nn.Parameter]
     tracer: OfflineTracer
     budgets: Budgets
     places: tuple[Place, ...]
@@ -37,13 +40,7 @@ class FittingBlocks:
     traced: dict[frozenset[str], Foreseen] | None = None
 
     def foresee(
-        self,
-        model: nn.Module,
-        named: Mapping[str, nn.Parameter],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        in_blocks: bool,
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, in_blocks: bool
     ) -> tuple[Foreseen, tuple[str, ...]]:
         """A forecast, as the process sees it, and the paths of the blocks that are bound in it.
 
@@ -54,7 +51,7 @@ class FittingBlocks:
         while True:
             paths = tuple(place.path for place in places)
             try:
-                foreseen = self.foresee_in(paths, model, named, args, kwargs)
+                foreseen = self.foresee_in(paths, args, kwargs)
             except (UnseenChangeError, NotInBlocksError, WeightChangedError):
                 if not places:
                     raise
@@ -65,12 +62,12 @@ class FittingBlocks:
                 return foreseen, paths
             places = smaller
 
-    def foresee_in(self, paths: Collection[str], *call: Any) -> Foreseen:
-        """A forecast with these blocks bound, whether they fit or not. `call`: the first arguments of `foresee`. Raises what the tracer raises."""
+    def foresee_in(self, paths: Collection[str], *inputs: Any) -> Foreseen:
+        """A forecast with these blocks bound, whether they fit or not. Raises what the tracer raises."""
         blocks = frozenset(paths)
         foreseen = None if self.traced is None else self.traced.get(blocks)
         if foreseen is None:
-            foreseen = self.tracer.foresee(*call, blocks=paths)
+            foreseen = self.tracer.foresee(self.model, self.named, *inputs, blocks=paths)
             if self.traced is not None:
                 self.traced[blocks] = foreseen
         return replace(foreseen, trace=with_retention(foreseen.trace, self.budgets))

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from patrickstar.core.planes import GRAD
 from patrickstar.core.trace import Phase, Trace
@@ -51,13 +50,7 @@ class KnownForwards:
     whole: Whole
     kinds: OrderedDict[Signature, KnownForward] = field(default_factory=OrderedDict, init=False)
 
-    def expect(
-        self,
-        registered: Registered,
-        named: Mapping[str, nn.Parameter],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> KnownForward:
+    def expect(self, registered: Registered, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> KnownForward:
         """Knowledge of a forward that is about to begin. BudgetError: it does not fit, or its gradients do not."""
         if not can_be_traced((args, kwargs)):
             why = _UNTRACEABLE.format("a fake-tensor trace could change its inputs")
@@ -69,7 +62,7 @@ class KnownForwards:
         if known is None:
             known = like_a_larger_one(key, self.kinds)
             if known.trace is None:
-                self._foresee(known, registered.model, named, args, kwargs)
+                self._foresee(known, args, kwargs)
         # Refused before it is remembered: a smaller batch may come next, or the same one with more room.
         self._reserve(known.expected)
         self.kinds[key] = known
@@ -80,10 +73,10 @@ class KnownForwards:
             self.room.rise(known.trace.peak)
         return known
 
-    def _foresee(self, known: KnownForward, model: nn.Module, named: Mapping[str, nn.Parameter], *inputs: Any) -> None:
+    def _foresee(self, known: KnownForward, *inputs: Any) -> None:
         """Makes the forecast of a kind that is new."""
         try:
-            foreseen, known.blocks = self.fitting.foresee(model, named, *inputs, in_blocks=bool(self.whole.why))
+            foreseen, known.blocks = self.fitting.foresee(*inputs, in_blocks=bool(self.whole.why))
         except CannotTrace as problem:
             known.reason, known.blocks = _UNTRACEABLE.format(problem), self._unseen()
             _log.info("no trace for this forward (%s): it runs unplanned once and is measured", problem)
@@ -105,12 +98,8 @@ class KnownForwards:
 
     def _reserve(self, known: KnownForward) -> None:
         """Makes room for the gradients that a backward of this forward keeps. See Note [Homes of gradients]."""
-        if not torch.is_grad_enabled():
-            return
-        if known.trace is None:
-            self.late_planes.reserve_all(known.reason)
-        elif known.reserved is not known.trace:
-            self.late_planes.reserve(known.trace)
+        if torch.is_grad_enabled() and (known.trace is None or known.reserved is not known.trace):
+            self.late_planes.reserve(known.trace, known.reason)
             known.reserved = known.trace
 
     def learn(self, known: KnownForward, stretch: Stretch, recorded: Trace, *, state: Residency) -> None:

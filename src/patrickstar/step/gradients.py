@@ -6,8 +6,7 @@ copied, not added to zeros: -0.0 stays -0.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +19,6 @@ from patrickstar.memory.leases import AssembledKey
 from patrickstar.optim.masters import BLOCK_NUMEL, scaled_blocks
 from patrickstar.optim.passes import Passes
 from patrickstar.parameters.assembled import AssembledTensors
-from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.touches import gradient_parts
 from patrickstar.step.executor import Executor
@@ -90,11 +88,6 @@ class Gradients:
         if self.views.tensors:
             self.views.changed(AssembledKey(name, GRAD))
 
-    def _look_for_overflow(self, name: str, target: Tensor) -> None:
-        if self.finds_overflow:
-            with self.executor.apart(), self.overflow.look(name, target.device) as is_finite:
-                self.passes[target.device.type].look(target, is_finite)
-
     def _make_ready(self, name: str, bound: BoundParameter) -> None:
         """Makes room for a gradient of a parameter, and makes what is there already fit to be added to."""
         self.late_planes.thaw(name)
@@ -104,27 +97,23 @@ class Gradients:
         if name in self.factors:
             self._apply_factors(name)
 
-    def drop_incomplete(self) -> None:
-        """Drops what a backward that failed has left of gradients in tiles: without tiles there would be none."""
-        for name in list(self.incomplete):
-            self.drop(name)
-
     def multiply(self, factor: Tensor) -> None:
         """Notes a factor (0-dim fp32): every gradient counts as multiplied with it from now on."""
         for name in self.names:
             self.factors[name] = (*self.factors.get(name, ()), factor)
             self.views.changed(AssembledKey(name, GRAD))
 
-    def pieces(self, name: str) -> Iterator[Tensor]:
+    def pieces(self, name: str, *, writes: bool = False) -> Iterator[Tensor]:
         """The gradient as 1-D pieces in slot order, one chunk after the other; each valid until the next is asked for."""
-        for part, touches in gradient_parts(self.layout, name, writes=False):
+        for part, touches in gradient_parts(self.layout, name, writes=writes):
             (unit,) = self.executor.use(Phase.STEP, name, touches)
             yield unit[part.start : part.stop]
 
-    def read(self, bound: BoundParameter, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A copy of the gradient on the host, of the parameter's shape and strides."""
+    def read(self, bound: BoundParameter) -> Tensor:
+        """A copy of the gradient on the host, in fp32, of the parameter's shape and strides."""
         with self.executor.quiet():
-            whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride(), dtype=dtype, device="cpu")
+            shape, stride = bound.shape_only.shape, bound.shape_only.stride()
+            whole = torch.empty_strided(shape, stride, dtype=torch.float32, device="cpu")
             with self.executor.room.making(whole.nbytes):
                 self.copy_into(bound.name, whole.as_strided((whole.numel(),), (1,)))
             return whole
@@ -151,15 +140,17 @@ class Gradients:
         self._apply_factors(name)
         self.overflow.forget(name)
         with self.executor.quiet():
-            for part, touches in gradient_parts(self.layout, name, writes=True):
-                (unit,) = self.executor.use(Phase.STEP, name, touches)
-                target = unit[part.start : part.stop]
-                written = flat[part.tensor_start : part.tensor_start + target.numel()]
+            at = 0
+            for target in self.pieces(name, writes=True):
+                written = flat[at : at + target.numel()]
+                at += target.numel()
                 if wholly or target.dtype == written.dtype:
                     target.copy_(written)
                 else:
                     _take_changes(written, target)
-                self._look_for_overflow(name, target)
+                if self.finds_overflow:
+                    with self.executor.apart(), self.overflow.look(name, target.device) as is_finite:
+                        self.passes[target.device.type].look(target, is_finite)
 
     def make_fit(self, bound: BoundParameter, dtype: torch.dtype) -> None:
         """Makes the plane of a parameter's gradient one that holds values of this type as they are. BudgetError where there is no room for it."""
@@ -170,26 +161,23 @@ class Gradients:
         """The type in which a parameter's gradient is kept."""
         return self.dtype_of(PlaneRef(bound.ref.chunk, GRAD))
 
-    def drop(self, name: str) -> None:
-        """Drops a parameter's gradient; chunks without any other give their slots back."""
-        if name not in self.names and name not in self.incomplete:
-            return
-        self._forget(name)
-        for part in self.layout.parts(name):
-            pieces = self.layout.tensors_in(part.chunk)
-            if not any(piece.name in self.names or piece.name in self.incomplete for piece in pieces):
-                self.executor.release(PlaneRef(part.chunk, GRAD))
-
-    def drop_all(self) -> None:
-        """Drops every gradient."""
-        names = [*self.names, *self.incomplete]
-        chunks = {part.chunk for name in names for part in self.layout.parts(name)}
-        for name in names if self.views.tensors or self.finds_overflow else ():
-            self._forget(name)
-        for kept in (self.names, self.incomplete, self.whole, self.factors):
-            kept.clear()
-        for chunk in sorted(chunks):
-            self.executor.release(PlaneRef(chunk, GRAD))
+    def drop(self, names: Iterable[str]) -> None:
+        """Drops the gradients of these parameters; chunks without any other give their slots back."""
+        gone = (self.names | self.incomplete.keys()).intersection(names)
+        self.names -= gone
+        self.whole -= gone
+        why = "it was released (zero_grad(), p.grad = None, a checkpoint that was loaded)"
+        for name in gone:
+            self.incomplete.pop(name, None)
+            self.factors.pop(name, None)
+            if self.views.tensors:
+                self.views.dropped(AssembledKey(name, GRAD), why)
+        if self.finds_overflow:
+            self.overflow.forget(*gone)
+        left = self.names | self.incomplete.keys()
+        for chunk in sorted({part.chunk for name in gone for part in self.layout.parts(name)}):
+            if not left or left.isdisjoint(piece.name for piece in self.layout.tensors_in(chunk)):
+                self.executor.release(PlaneRef(chunk, GRAD))
 
     def fill_with_zeros(self, names: Collection[str]) -> None:
         """Sets those of these gradients that there are to zero, where they lie (`zero_grad(set_to_none=False)`)."""
@@ -199,9 +187,9 @@ class Gradients:
                 for piece in self.layout.tensors_in(chunk):
                     if piece.name in self.names and piece.name in names:
                         flat[piece.start : piece.stop].zero_()
+        self.overflow.forget(*names)
         for name in names:
             self.factors.pop(name, None)
-            self.overflow.forget(name)
             if name in self.names:
                 self.views.changed(AssembledKey(name, GRAD))
 
@@ -210,42 +198,9 @@ class Gradients:
         factors = self.factors.pop(name, ())
         if factors:
             with self.executor.quiet():
-                for part, touches in gradient_parts(self.layout, name, writes=True):
-                    (unit,) = self.executor.use(Phase.STEP, name, touches)
+                for piece in self.pieces(name, writes=True):
                     for factor in factors:
-                        unit[part.start : part.stop].mul_(factor)
-
-    def _forget(self, name: str) -> None:
-        self.names.discard(name)
-        self.incomplete.pop(name, None)
-        self.whole.discard(name)
-        self.factors.pop(name, None)
-        if self.finds_overflow:
-            self.overflow.forget(name)
-        if self.views.tensors:
-            why = "it was released (zero_grad(), p.grad = None, a checkpoint that was loaded)"
-            self.views.dropped(AssembledKey(name, GRAD), why)
-
-
-@contextmanager
-def in_plane(binding: Binding, gradients: Gradients, names: Container[str]) -> Iterator[None]:
-    """A context in which the gradients of some parameters that are the user's own are in the plane too.
-
-    One that a 16-bit plane cannot hold makes it fp32.
-    """
-    copied = []
-    for name in sorted(binding.gradients.own):
-        own = binding.gradients.own_of(name) if name in names else None
-        if own is not None:
-            bound = binding.by_name[name]
-            gradients.make_fit(bound, own.dtype)
-            gradients.add(bound, own)
-            copied.append(bound.name)
-    try:
-        yield
-    finally:
-        for name in copied:
-            gradients.drop(name)
+                        piece.mul_(factor)
 
 
 def _take_changes(written: Tensor, kept: Tensor) -> None:

@@ -71,25 +71,20 @@ class LatePlanes:
             state.grow(homes, slots)
         return state
 
-    def reserve(self, trace: Trace) -> None:
-        """Gives homes to the gradients that a forward with this trace keeps. See Note [Homes of gradients].
+    def reserve(self, trace: Trace | None, reason: str) -> None:
+        """Gives homes to the gradients that a forward with this trace keeps, or to all where there is none, for this reason.
 
         Raises:
             BudgetError: these gradients do not fit. Nothing has changed then.
         """
-        if self.gradients is GradientUse.UPDATE:
-            self._take_in(trace.touched(GRAD), why=name_gradients(trace))
-
-    def reserve_all(self, reason: str) -> None:
-        """Gives homes to all gradients: which of them a forward keeps is not known, for this reason.
-
-        Raises:
-            BudgetError: the gradients do not fit. Nothing has changed then.
-        """
-        if self.gradients is GradientUse.UPDATE:
-            gradients = list(self.formats.now.units(self.layout, (GRAD,)))
+        if self.gradients is not GradientUse.UPDATE:
+            return
+        if trace is not None:
+            kept, why = trace.touched(GRAD), name_gradients(trace)
+        else:
+            kept = list(self.formats.now.units(self.layout, (GRAD,)))
             why = f"any of the gradients may have to wait until the backward ends: {reason}"
-            self._take_in(gradients, why=why)
+        self._take_in(kept, why=why)
 
     def reserve_for(self, name: str) -> None:
         """Gives a home to a parameter's gradient, which is about to be kept; where the plan has that next, there is room for it.
@@ -126,25 +121,17 @@ class LatePlanes:
     def _homes_for(self, kept: Collection[PlaneRef], *, why: str) -> tuple[_Homes, _Slots]:
         """Homes and sizes for those of these gradients that have no home. BudgetError: the gradients do not fit."""
         homes, slots = place_gradients(
-            self.machine,
-            kept,
-            state=self.executor.store.state,
-            layout=self.layout,
-            formats=self.formats.now,
-            why=why,
+            self.machine, kept, state=self.executor.store.state, layout=self.layout, formats=self.formats.now, why=why
         )
         self._expect_room_for_updates(homes, slots, self.formats.now)
         return homes, slots
 
     def thaw(self, *names: str) -> None:
-        """Gives parameters that were frozen, and whatever shares their chunks, the planes for training.
-
-        Raises:
-            BudgetError: these planes do not fit.
-        """
-        for name in names if self.layout.has_frozen else ():
-            for weight in self.layout.weight_units(name):
-                self._thaw_run(self.layout.run_of(weight.chunk), name)
+        """Gives parameters that were frozen, and whatever shares their chunks, the planes for training. BudgetError: these planes do not fit."""
+        if self.layout.has_frozen and self.gradients is not GradientUse.NONE:
+            for name in names:
+                for weight in self.layout.weight_units(name):
+                    self._thaw_run(self.layout.run_of(weight.chunk), name)
 
     def _thaw_run(self, run: Run, name: str) -> None:
         chunks = range(run.head, run.head + run.length)
@@ -162,33 +149,21 @@ class LatePlanes:
         self.changed(f"{name} is trained from now on")
 
     def widen_gradients(self) -> None:
-        """Widens gradients to fp32, in every chunk: those that have come, and those that will come.
-
-        Raises:
-            BudgetError: the wider planes do not fit.
-        """
+        """Widens gradients to fp32, in every chunk: those that have come, and those that will come. BudgetError: the wider planes do not fit."""
         self.executor.settle()
         formats, layout, state = self.formats.now, self.layout, self.executor.store.state
         gradients = [ref for ref in formats.units(layout, (GRAD,)) if formats.of(ref, layout).itemsize < _WIDE]
-        narrow = [ref for ref in gradients if ref in state.home]
-        factor = {ref: _WIDE // formats.of(ref, layout).itemsize for ref in narrow}
-        slots = {ref: state.slots[ref] * factor[ref] for ref in narrow}
-        homes = self._prepare(narrow, slots, formats)
+        factor = {ref: _WIDE // formats.of(ref, layout).itemsize for ref in gradients if ref in state.home}
+        slots = {ref: state.slots[ref] * times for ref, times in factor.items()}
+        homes = self._prepare(slots, slots, formats)
         for ref in gradients:
-            if ref not in state.home:
-                self.formats.now = self.formats.now.widen(ref.chunk)
-        for ref in narrow:
-            keep = None if state.is_free(ref) else ref
-            self._reform({ref: homes[ref]}, slots, keep=keep, grow=partial(Formats.widen, chunk=ref.chunk))
+            home = {ref: homes[ref]} if ref in homes else {}
+            keep = ref if home and not state.is_free(ref) else None
+            self._reform(home, slots, keep=keep, grow=partial(Formats.widen, chunk=ref.chunk))
         self.changed("gradients of several backwards add up in fp32 from now on")
 
     def _reform(
-        self,
-        homes: _Homes,
-        slots: _Slots,
-        *,
-        keep: PlaneRef | None,
-        grow: Callable[[Formats], Formats],
+        self, homes: _Homes, slots: _Slots, *, keep: PlaneRef | None, grow: Callable[[Formats], Formats]
     ) -> None:
         """Takes units in, or in another size. `keep`: the unit whose contents stay, in its new type. `grow`: gives the formats with these units."""
         executor, state = self.executor, self.executor.store.state

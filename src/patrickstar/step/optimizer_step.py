@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,58 +14,31 @@ from patrickstar.core.layout import ALIGNMENT, Layout, Part
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 from patrickstar.core.trace import Phase, Touch
+from patrickstar.errors import StateError
 from patrickstar.memory.interruptions import InterruptionsPutOff
 from patrickstar.memory.lanes import Task
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.passes import Passes
+from patrickstar.optim.passes import Passes, update_all
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.planner import Planner
 from patrickstar.plan.touches import update_touches
 from patrickstar.step.executor import Executor
-from patrickstar.step.gradients import Gradients, in_plane
+from patrickstar.step.gradients import Gradients
 from patrickstar.step.pending_step import Doer, PendingStep
 from patrickstar.step.precision import torch_type
 from patrickstar.step.stretches import Stretches
-from patrickstar.step.whole import Whole, expect_dense
+from patrickstar.step.whole import Whole
 from patrickstar.torch_private import one_thread_here
 
+_Planes = tuple[Tensor, Tensor | None, Tensor, Tensor]
+"""A chunk's part of the weight's run, its rest where that is split, and its averages, as 1-D tensors."""
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """Adjacent elements of a chunk that are updated alike."""
+_Piece = tuple[slice, Tensor, Tensor, Tensor]
+"""Elements of a parameter in one chunk: which, and where they and their averages lie, as 1-D tensors."""
 
-    start: int
-    stop: int
-    hyper: Hyper
-    step: int
-    factors: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Planes:
-    """A chunk's part of the weight's run and its other planes, as 1-D tensors, and what updates them."""
-
-    weight: Tensor
-    rest: Tensor | None
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    passes: Passes
-
-    def update(
-        self, span: slice, gradient: Tensor, *, step: int, hyper: Hyper, factors: tuple[Tensor, ...] = ()
-    ) -> None:
-        """Updates these elements from their gradient, which stays as it is, scaled by the factors first."""
-        self.passes.update(
-            self.weight[span],
-            None if self.rest is None else self.rest[span],
-            gradient,
-            self.exp_avg[span],
-            self.exp_avg_sq[span],
-            step=step,
-            hyper=hyper,
-            factors=factors,
-        )
+_Alike = tuple[int, Hyper, tuple[Tensor, ...]]
+"""The number of an update, its hyper-parameters, and what the gradient is multiplied with first."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -78,6 +50,7 @@ class OptimizerStep(Doer):
         whole: the parameters as long as they keep their bytes.
         steps: updates so far, by parameter name; a parameter that was never updated has no entry.
         seconds: duration of the last step. is_half_done: whether one has failed half way.
+        make_fit: has gradients of a parameter be kept in the type of one of the user's own.
     """
 
     binding: Binding
@@ -92,6 +65,12 @@ class OptimizerStep(Doer):
     steps: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     is_half_done: bool = False
+    make_fit: Callable[[BoundParameter, Tensor], None] = field(init=False)
+    _places: dict[str, tuple[dict[PlaneRef, int], list[_Piece]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        in_chunks = self.in_chunks  # through it, this must not hold itself
+        self.make_fit = lambda bound, gradient: in_chunks.make_fit(bound, gradient.dtype)
 
     # orders
 
@@ -100,7 +79,8 @@ class OptimizerStep(Doer):
         for name in names:
             self.steps[name] = self.steps.get(name, 0) + 1
         trace = self.planner.update_trace(names)
-        tiers = self.stretches.tiers_of(trace)
+        taken, level = self.binding.taken_bytes(), self.executor.room.level_bytes
+        tiers = self.planner.tiers(trace, self.executor.store.state, taken_bytes=taken, level_bytes=level)
         return PendingStep(
             self,
             {name: hypers[name] for name in names},
@@ -108,12 +88,6 @@ class OptimizerStep(Doer):
             self.planner.update_trace(names, tiers) if tiers else trace,
             {name: self.in_chunks.factors[name] for name in names if name in self.in_chunks.factors},
         )
-
-    def do_now(self, order: PendingStep) -> None:
-        """Carries out an order at once: gradients of the user's own may be changed at any time."""
-        with in_plane(self.binding, self.in_chunks, order.hypers):
-            self.executor.pending = order
-            self.executor.settle()
 
     def carry_out(self, order: PendingStep) -> None:
         self.stretches.begin_update(order)
@@ -141,9 +115,9 @@ class OptimizerStep(Doer):
         with self.executor.quiet():  # an evaluation may be what has this done, in inference mode
             units = {touch.ref: self.executor.store.operand(touch.ref, tier) for touch in touches}
             planes, grad = self._planes(chunk, units), units[PlaneRef(chunk, GRAD)]
-            pieces = [(piece, grad[piece.start : piece.stop]) for piece in self._ranges(chunk, order)]
-        is_fp32 = planes.rest is None and all(gradient.dtype is torch.float32 for _, gradient in pieces)
-        in_blocks = not is_fp32 or any(piece.factors for piece, _ in pieces)
+            pieces = [(span, grad[span], alike) for span, alike in self._ranges(chunk, order)]
+        is_fp32 = planes[1] is None and grad.dtype is torch.float32
+        in_blocks = not is_fp32 or any(factors for _, _, (_, _, factors) in pieces)
         # Block by block, a team of threads would be woken ten times a block on cores that another team keeps: decision 0043.
         is_alone = in_blocks and self.binding.device is None
 
@@ -153,9 +127,8 @@ class OptimizerStep(Doer):
             began = time.perf_counter()
             try:
                 with self.executor.quiet(), one_thread_here() if is_alone else nullcontext():
-                    for piece, gradient in pieces:
-                        span = slice(piece.start, piece.stop)
-                        planes.update(span, gradient, step=piece.step, hyper=piece.hyper, factors=piece.factors)
+                    for span, gradient, alike in pieces:
+                        self._update(planes, span, gradient, alike)
             except BaseException as error:
                 order.failed = error
                 raise
@@ -188,61 +161,119 @@ class OptimizerStep(Doer):
                     continue
                 found = self.executor.use(Phase.BACKWARD, name, touches)
                 units = {touch.ref: unit for touch, unit in zip(touches, found, strict=True)}
-                self._planes(part.chunk, units).update(
-                    span,
-                    units[kept][span] if piece is None else piece,
-                    step=self.steps[bound.owner],
-                    hyper=hyper,
-                    factors=self.in_chunks.factors.get(name, ()),
-                )
+                alike = self.steps[bound.owner], hyper, self.in_chunks.factors.get(name, ())
+                here = units[kept][span] if piece is None else piece
+                self._update(self._planes(part.chunk, units), span, here, alike)
         self.binding.changes.stepped([name])
 
-    def update_whole(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
-        """Updates parameters that keep their bytes from the gradients that they have, and counts it.
+    def update_at_once(self, names: Collection[str], hypers: Mapping[str, Hyper], *, as_made: bool = False) -> None:
+        """Updates parameters from the gradients that they have, and counts it: those of fp32 that keep their bytes together.
+
+        `as_made`: whether gradients are as autograd has made them, and rounded; those of the user's own are not.
 
         Raises:
-            StateError: a gradient is sparse. Nothing has changed then.
+            StateError: a gradient is sparse. BudgetError: there is no room for averages. Nothing has changed then.
         """
         by_name, formats = self.binding.by_name, self.planner.formats.now
-        splits = REST in formats.planes
+        by_use, splits = self.whole.why, REST in formats.planes
         apart = {
             name: self.binding.gradients.own_of(name)
             for name in names
-            if name in self.in_chunks.names
+            if by_use
+            or name in self.in_chunks.names
             or by_name[name].is_copied
             or (splits and formats.is_split(by_name[name].ref.chunk, self.layout))
         }
         for name, gradient in apart.items():
             if gradient is not None:
                 expect_dense(name, gradient)
-        with self.executor.lock, InterruptionsPutOff():
-            self.whole.update([name for name in names if name not in apart], hypers, self.steps)
+        for name, gradient in apart.items() if not as_made else ():
+            if gradient is not None:
+                self.make_fit(by_name[name], gradient)
+        leaving = self.executor.room.making(self.planner.update_bytes) if by_use else nullcontext()
+        with self.executor.lock, leaving, InterruptionsPutOff():  # half way weights would be of no one step
+            self._update_together([name for name in names if name not in apart], hypers)
             self.is_half_done = bool(apart)
             for name, gradient in apart.items():
                 self.steps[name] = self.steps.get(name, 0) + 1
                 self.update_now(by_name[name], gradient, hyper=hypers[name])
             self.is_half_done = False
 
+    def _update_together(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
+        """Updates parameters that keep their bytes. BudgetError: there is no room for the averages of a first update. Nothing has changed then."""
+        alike: dict[tuple[Hyper, int], list[tuple[Tensor, ...]]] = {}
+        by_name, steps = self.binding.by_name, self.steps
+        device = "cpu" if self.binding.device is None else self.binding.device.type
+        with self.executor.apart():
+            for name in names:
+                bound = by_name[name]
+                gradient = bound.tensor().grad
+                assert gradient is not None, f"{name} has no gradient"
+                expect_dense(name, gradient)
+                flat = bound.flat(gradient)
+                planes = alike.setdefault((hypers[name], steps.get(name, 0) + 1), [])
+                for span, weight, exp_avg, exp_avg_sq in self._pieces(name):
+                    planes.append((weight, flat[span], exp_avg, exp_avg_sq))
+            for (hyper, step), planes in alike.items():
+                update_all(self.passes[device], planes, step=step, hyper=hyper)
+            for name in names:
+                steps[name] = steps.get(name, 0) + 1
+        self.binding.changes.stepped(names)
+
+    def _pieces(self, name: str) -> list[_Piece]:
+        """The pieces of a parameter, with averages of zero where it has had none."""
+        slots, known = self.executor.store.units.slots_here, self._places.get(name)
+        if known is not None and known[0].items() <= slots.items():  # else these tensors are of others now
+            return known[1]
+        self.in_chunks.late_planes.thaw(name)
+        where, found = self._places[name] = dict[PlaneRef, int](), list[_Piece]()
+        for part in self.layout.parts(name):
+            averages = [PlaneRef(part.chunk, plane) for plane in (EXP_AVG, EXP_AVG_SQ)]
+            exp_avg, exp_avg_sq = self.executor.use(Phase.STEP, name, [Touch(ref, True) for ref in averages])
+            weight, start = self.layout.weight_place(part)
+            numel, own = part.stop - part.start, slice(part.start, part.stop)
+            where.update((ref, slots[ref]) for ref in averages)
+            span, unit = slice(part.tensor_start, part.tensor_start + numel), self.executor.store.tensor(weight)
+            found.append((span, unit[start : start + numel], exp_avg[own], exp_avg_sq[own]))
+        return found
+
     def _planes(self, chunk: int, units: Mapping[PlaneRef, Tensor]) -> _Planes:
-        head = self.layout.run_of(chunk).head
-        numel = self.layout.chunk_numel
+        head, numel = self.layout.run_of(chunk).head, self.layout.chunk_numel
         weight = units[PlaneRef(head, WEIGHT)][(chunk - head) * numel : (chunk - head + 1) * numel]
-        return _Planes(
-            weight,
-            units.get(PlaneRef(chunk, REST)),
-            units[PlaneRef(chunk, EXP_AVG)],
-            units[PlaneRef(chunk, EXP_AVG_SQ)],
-            self.passes[weight.device.type],
+        averages = units[PlaneRef(chunk, EXP_AVG)], units[PlaneRef(chunk, EXP_AVG_SQ)]
+        return weight, units.get(PlaneRef(chunk, REST)), *averages
+
+    def _update(self, planes: _Planes, span: slice, gradient: Tensor, alike: _Alike) -> None:
+        """Updates these elements from their gradient, which stays as it is, scaled by the factors first."""
+        (weight, rest, exp_avg, exp_avg_sq), (step, hyper, factors) = planes, alike
+        self.passes[weight.device.type].update(
+            weight[span],
+            None if rest is None else rest[span],
+            gradient,
+            exp_avg[span],
+            exp_avg_sq[span],
+            step=step,
+            hyper=hyper,
+            factors=factors,
         )
 
-    def _ranges(self, chunk: int, order: PendingStep) -> list[_Range]:
-        ranges: list[list[Any]] = []  # the fields of each
+    def _ranges(self, chunk: int, order: PendingStep) -> list[tuple[slice, _Alike]]:
+        """Adjacent elements of a chunk that are updated alike."""
+        ranges, following = list[tuple[slice, _Alike]](), tuple[object, ...]()
         for piece in order.pieces(self.layout, chunk):
-            hyper, factors = order.hypers[piece.name], order.factors.get(piece.name, ())
-            step, stop = order.steps[piece.name], piece.stop + -piece.stop % ALIGNMENT
-            goes_on = ranges and ranges[-1][1:4] == [piece.start, hyper, step]
-            if goes_on and list(map(id, ranges[-1][4])) == list(map(id, factors)):
-                ranges[-1][1] = stop
-            else:
-                ranges.append([piece.start, stop, hyper, step, factors])
-        return [_Range(*fields) for fields in ranges]
+            start, stop = piece.start, piece.stop + -piece.stop % ALIGNMENT
+            step, hyper, factors = order.steps[piece.name], order.hypers[piece.name], order.factors.get(piece.name, ())
+            key = step, hyper, *map(id, factors)
+            if (start, *key) == following:
+                start = ranges.pop()[0].start
+            ranges.append((slice(start, stop), (step, hyper, factors)))
+            following = stop, *key
+        return ranges
+
+
+def expect_dense(name: str, gradient: Tensor) -> None:
+    """Raises StateError where a gradient is sparse."""
+    if gradient.layout is not torch.strided:
+        raise StateError(
+            f"{name} has a gradient that is not dense: sparse gradients cannot be managed; use sparse=False"
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -17,22 +16,16 @@ _BLOCK = 128  # flags of 4 bytes: together what an allocator of a device gives o
 
 @dataclass(slots=True, eq=False)
 class OverflowFlag:
-    """The answer to a look at a piece of a parameter's gradient.
-
-    `on_device`: the answer there, until the host has read it. `order`: of the look, among those of all gradients.
-    """
+    """The answer to a look at a piece of a parameter's gradient. `on_device`: the answer there, until the host has read it."""
 
     name: str
     on_device: Tensor | None
     is_finite: bool = True
-    order: int = 0
 
     @classmethod
-    def of(cls, name: str, is_finite: Tensor, *, order: int = 0) -> OverflowFlag:
+    def of(cls, name: str, is_finite: Tensor) -> OverflowFlag:
         """A flag of no dimensions, read at once where it is on the host."""
-        if not is_finite.is_cpu:
-            return cls(name, is_finite, order=order)
-        return cls(name, None, bool(is_finite), order)
+        return cls(name, None, bool(is_finite)) if is_finite.is_cpu else cls(name, is_finite)
 
 
 def read(flags: Iterable[OverflowFlag], numbers: Tensor | None = None) -> list[float]:
@@ -67,8 +60,7 @@ class Overflow:
     """
 
     def __init__(self) -> None:
-        self._flags: dict[str, list[OverflowFlag]] = {}
-        self._looks = 0
+        self._flags: list[OverflowFlag] = []
         self._block: Tensor | None = None
         self._used = 0
         self._place: tuple[torch.device, torch.Stream | None] | None = None
@@ -78,10 +70,9 @@ class Overflow:
         """Gives a flag (0-dim, int32) that is 1, for a look at a piece of a parameter's gradient, and notes what that makes of it (`Passes.look`)."""
         is_finite = self._new_flag(device)
         yield is_finite
-        flag = OverflowFlag.of(name, is_finite, order=self._looks)
-        self._looks += 1
+        flag = OverflowFlag.of(name, is_finite)
         if flag.on_device is not None or not flag.is_finite:
-            self._flags.setdefault(name, []).append(flag)
+            self._flags.append(flag)
 
     def _new_flag(self, device: torch.device) -> Tensor:
         """A flag for the current stream."""
@@ -91,13 +82,10 @@ class Overflow:
         self._used += 1
         return self._block[self._used - 1]
 
-    def forget(self, name: str) -> None:
-        """Forgets a gradient, which has been let go or written anew."""
-        self._flags.pop(name, None)
+    def forget(self, *names: str) -> None:
+        """Forgets gradients, which have been let go or written anew."""
+        self._flags = [flag for flag in self._flags if flag.name not in names]
 
     def flags(self) -> list[OverflowFlag]:
         """The flags so far, read or not, first come first, but for those of pieces that are known to be finite."""
-        kept = (flag for flags in self._flags.values() for flag in flags)
-        return sorted(
-            (flag for flag in kept if flag.on_device is not None or not flag.is_finite), key=attrgetter("order")
-        )
+        return [flag for flag in self._flags if flag.on_device is not None or not flag.is_finite]

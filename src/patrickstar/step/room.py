@@ -1,7 +1,7 @@
 """Room on the tier that computes: how much there is, and what gives way where it is short.
 
 A budget is shared by chunk slots and by what lies beside them: activations, workspaces, tensors of the user's. A plan leaves room for what its trace
-has; what is really there shows in another way on each device, and that is all that the three kinds of `Room` differ in.
+has; what is really there shows in another way on each device, and that is all that the three kinds of `Room` differ in (`device_room.py` has one).
 
 | | what lies beside chunks is known by | more than was foreseen |
 |---|---|---|
@@ -23,9 +23,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
-
-from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Phase, Touch, Trace
@@ -42,7 +39,7 @@ from patrickstar.plan.stretch import Stretch
 from patrickstar.step.budgets import Budgets, leaves_room
 from patrickstar.step.known_forwards import KnownForward
 from patrickstar.step.pending_step import PendingStep
-from patrickstar.torch_private import Plain, allocated_bytes
+from patrickstar.torch_private import Plain
 from patrickstar.tracing.live_bytes import LiveBytes
 from patrickstar.units import MIB, format_bytes
 
@@ -85,7 +82,6 @@ class Room:
         self._abandoned: weakref.finalize[Any, Any] | None = None
         self._before_bytes = 0  # beside chunks, at the moment before
         self._making_bytes = 0
-        self._assembling_bytes = 0
 
     # stretches
 
@@ -161,17 +157,17 @@ class Room:
     @contextmanager
     def making(self, nbytes: int, *, is_budgeted: bool = False) -> Iterator[None]:
         """Leaves room for a tensor that is being filled, in the moments meanwhile. `is_budgeted`: what chunks may take has become less by it."""
-        stretch = self._pilot.stretch
-        reserved, budgeted = (0, nbytes) if is_budgeted else (nbytes, 0)
+        stretch, leases = self._pilot.stretch, self._store.leases
+        reserved = 0 if is_budgeted else nbytes
         self._making_bytes += nbytes
+        leases.making_bytes += nbytes - reserved
         stretch.reserve(reserved)
-        self._assembling_bytes += budgeted
         try:
             yield
         finally:
             self._making_bytes -= nbytes
+            leases.making_bytes -= nbytes - reserved
             stretch.reserve(-reserved)
-            self._assembling_bytes -= budgeted
 
     # live bytes, while they are metered
 
@@ -228,7 +224,7 @@ class Room:
         """Bytes by which live bytes and so many slots would exceed what both may take; 0 where nobody gave a bound, or nobody knows."""
         if self.meter is None or not self._is_bounded or LiveBytes.is_shared():
             return 0
-        bound = self._metered_bytes - self._store.leases.assembled_bytes() - self._assembling_bytes
+        bound = self._metered_bytes - self._store.leases.assembled_bytes()
         return max(0, slots * self._store.state.slot_bytes + self.meter.live - bound)
 
     def _make_way(self, over_bytes: int) -> None:
@@ -256,16 +252,13 @@ class HostRoom(Room):
         super().__init__(pilot, store, budgets)
         limit = budgets.resident_limit_bytes
         self._limits = (limit + EARLY_BYTES, limit + _SLACK_BYTES + self._room_bytes // _SLACK_SHARE)
-        self._allocator = allocator() if self._is_bounded else None
         self._keeps_blocks = self._is_bounded
         self._has_told = False
         self._least_bytes = 0  # resident, since the allocator was last asked
 
     def planned(self, plan: Plan, trace: Trace) -> None:
         """Has freed blocks returned from now on where the plan takes the room that they would be kept in."""
-        if not self._keeps_blocks or self._allocator is None:
-            return
-        if not leaves_room(simulate(plan, trace), trace, self._budgets, self._allocator):
+        if self._keeps_blocks and not leaves_room(simulate(plan, trace), trace, self._budgets, allocator()):
             self._return_at_once("a plan takes the room that they would be kept in")
 
     def begin(self, stretch: Stretch) -> None:
@@ -380,114 +373,6 @@ class EmulatedRoom(Room):
             available_bytes=budget,
             smallest_bytes=smallest,
         )
-
-
-class DeviceRoom(EmulatedRoom):
-    """The room on a device whose memory torch gives out: the allocator's own count and peak, which are only read, say what is there.
-
-    The allocator counts for the whole process. So a session counts from what there was when its stretch began, up to its end, and not at all where
-    another session of the process has run meanwhile. What the user's own code makes inside of a stretch (its loss, say) is part of it. A peak shows
-    where it is above all that has been before on this device; below that what is allocated when somebody looks.
-    """
-
-    always_meters = False
-    _last: ClassVar[dict[torch.device, weakref.ref[DeviceRoom]]] = {}  # whose stretch began last, by device
-
-    def __init__(self, pilot: Pilot, store: ChunkStore, budgets: Budgets) -> None:
-        super().__init__(pilot, store, budgets)
-        self._device = budgets.device
-
-        self._counts = self._has_told = False
-        self._is_alone = True
-        self._base = self._now = self._peak = self._most = 0
-        self._is_seen = False  # a peak of this stretch above all that has been before
-
-    def begin(self, stretch: Stretch) -> None:  # noqa: ARG002
-        """Begins a stretch, of which what is allocated now is no part."""
-        self._give_up_last()
-        self._last[self._device] = weakref.ref(self)
-        self._base, self._peak = allocated_bytes(self._device)
-        self._now = self._most = 0
-        self._is_seen = False
-        self._counts = self._is_alone = True
-
-    def _give_up_last(self) -> None:
-        """Gives up the stretch of another session that is under way: this one allocates beside it."""
-        last = self._last.get(self._device)
-        other = None if last is None else last()
-        if other is not None and other is not self and other._counts:
-            other._counts = other._is_alone = False
-
-    def look(self) -> None:
-        """Notes what the allocator has given out since the last moment, and by how much that is more than was foreseen."""
-        if self._counts:
-            allocated, peak = allocated_bytes(self._device)
-            before, self._now = self._now, max(0, allocated - self._base)
-            found = peak - self._base if peak > self._peak else max(before, self._now)
-            self._is_seen = self._is_seen or peak > self._peak
-            self._peak = peak
-            self._most = max(self._most, found)
-            self._store.hold_beside(found)
-            self._store.hold_beside(self._now)  # what was there in between is there no more
-            stretch = self._pilot.stretch
-            if stretch.followed is not None and stretch.position:
-                stretch.exceed(found - stretch.followed.foreseen.moments[stretch.position - 1].nonmodel_bytes)
-        elif not self._is_alone:
-            self._give_up_last()  # which has begun in the middle of this stretch
-
-    def pause_meter(self) -> None:
-        """Stops counting: activations are gone with the graph, and whoever allocates now does so for himself."""
-        super().pause_meter()
-        self._counts, self._now = False, 0
-
-    def beside_bytes(self) -> int:
-        """Bytes that there were when somebody last looked; as for other rooms where these cannot be told from others'."""
-        return self._now if self._is_alone else super().beside_bytes()
-
-    @property
-    def is_measured(self) -> bool:
-        """True where the allocator's bytes are those of this session."""
-        return self._is_alone or super().is_measured
-
-    def end(self, stretch: Stretch, known: KnownForward | None, *, budget_bytes: int) -> None:
-        """Plans with what a stretch has taken, from now on, where that is more than was foreseen; more than was left for it is said."""
-        share, most, excess = self._budgets.machine.costs.set_aside_bytes, self._most, 0
-        trace = None if known is None else known.expected.trace
-        if known is None or trace is None:
-            excess = most - self.level_bytes
-        elif stretch.foreseen is None:
-            excess = known.expected.excess_bytes = max(0, most - trace.peak)
-        else:
-            # Moments of a plan that was left, or of none, do not tell by how much.
-            is_told, beside = not stretch.reason and stretch.gradient_bytes is None, stretch.gradient_bytes or 0
-            excess = max(stretch.excess_bytes, 0 if is_told else most - stretch.foreseen.peak - beside)
-            known.expected.excess_bytes = max(known.expected.excess_bytes, known.expected.excess_beyond(share) + excess)
-        left = 0 if known is not None and known.expected.knows_workspaces else share
-        if known is not None and trace is not None and stretch.complete and self._is_seen and not known.by_chance:
-            known.expected.knows_workspaces = True
-        if excess > left:
-            budget, is_over = format_bytes(budget_bytes), self._store.ledger.peak(self._compute) > budget_bytes
-            _log.log(
-                logging.INFO if self._has_told else logging.WARNING,
-                "activations and workspaces took %s of the device in the %s, %s more at some op than its plan left them: plans are made anew, with "
-                "more room for them%s",
-                *(format_bytes(most), stretch.kind, format_bytes(excess)),
-                f". In this one, chunks and they took more than the device_memory of {budget}" if is_over else "",
-            )
-            self._has_told = True
-        self.rise(most)
-
-    def leave_room(self, nbytes: int) -> int:
-        """Leaves room from the next stretch on for so many bytes more than are there now; gives the bytes that lie beside chunks then."""
-        self.rise(max(0, torch.accelerator.memory_allocated(self._device) - self._base) + cuda_block_bytes(nbytes))
-        return self.level_bytes
-
-
-def room_of(pilot: Pilot, store: ChunkStore, budgets: Budgets) -> Room:
-    """The room of a session with these budgets."""
-    if budgets.stream_device is not None:
-        return DeviceRoom(pilot, store, budgets)
-    return (EmulatedRoom if budgets.machine.compute is Tier.DEVICE else HostRoom)(pilot, store, budgets)
 
 
 def slots_after(actions: Sequence[Action], store: ChunkStore) -> int:

@@ -10,7 +10,6 @@ from torch import Tensor
 from patrickstar.errors import StateError
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
-from patrickstar.step.executor import Executor
 from patrickstar.step.gradients import Gradients
 from patrickstar.torch_private import Plain
 
@@ -30,7 +29,6 @@ class SixteenBitGradients:
 
     binding: Binding
     in_chunks: Gradients
-    executor: Executor
 
     came: dict[str, int] = field(default_factory=dict)
     _made: dict[str, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)  # by those before, in order
@@ -56,7 +54,7 @@ class SixteenBitGradients:
         elif bound.name in self.came:
             kept = self.in_chunks.dtype(bound)
             if kept.itemsize < gradient.dtype.itemsize:
-                with self.executor.quiet():
+                with self.in_chunks.executor.quiet():
                     gradient.copy_(gradient.to(kept))
             self.came[bound.name] = gradient._version
 

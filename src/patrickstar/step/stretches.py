@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
-from patrickstar.core.machine import Tier
 from patrickstar.core.trace import Trace
 from patrickstar.errors import BudgetError
 from patrickstar.parameters.blocks import Blocks
@@ -65,55 +63,43 @@ class Stretches:
 
     # forwards
 
-    def begin_forward(
-        self,
-        registered: Registered,
-        named: Mapping[str, nn.Parameter],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> None:
+    def begin_forward(self, registered: Registered, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begins the stretch of a forward of the whole model. BudgetError: the forward does not fit. Nothing has changed then."""
         self.end()
         was_whole = not self.whole.why
-        known = self.known.expect(registered, named, args, kwargs)
+        known = self.known.expect(registered, args, kwargs)
         recorded = torch.is_grad_enabled()
         self._forwards += recorded
         kind = StretchKind.TRAINING if recorded else StretchKind.EVALUATION
-        if self.whole.stays(known.expected, self.known.reserve_bytes):
-            self._begin_unseen(kind, known)
-            return
-        if was_whole:
+        is_whole = self.whole.stays(known.expected, self.known.reserve_bytes)
+        if was_whole and not is_whole:
             self.known.kinds.clear()
-            known = self.known.expect(registered, named, args, kwargs)
-        expected = known.expected
-        self.blocks.bind(known.blocks)
-        self.blocks.expect_compilable(registered.modules)
-        stretch = (self._forward_with_updates(known) if recorded else None) or self._forward_alone(kind, known)
-        needed = self.executor.room.always_meters or expected.trace is None or expected.measure_next
-        # Whoever asks for the inputs' gradients may differentiate these, which only a measured trace can show.
-        wanted = recorded and known.measured is None and known.twice is None and asks_for_gradients((args, kwargs))
-        if needed or wanted:
-            meter = self.executor.room.start_meter(acts=needed)
-            if expected.trace is not None or can_be_traced((args, kwargs)):
-                self.executor.recorder = TraceRecorder(meter)
+            known = self.known.expect(registered, args, kwargs)
+        expected, room = known.expected, self.executor.room
+        if is_whole:  # nothing has to move, and nobody tells of uses
+            draft = None if expected.trace is None else self._forward(kind, expected).draft
+            if room.always_meters or (draft is None and self.budgets.bind):
+                room.start_meter(acts=True)
+            reserve, gradients = self.known.reserve_bytes(), self.whole.gradient_bytes
+            stretch = Stretch(kind, draft, reserve_bytes=reserve, gradient_bytes=gradients)
+        else:
+            self.blocks.bind(known.blocks)
+            self.blocks.expect_compilable(registered.modules)
+            stretch = (self._forward_with_updates(known) if recorded else None) or self._forward_alone(kind, known)
+            needed = room.always_meters or expected.trace is None or expected.measure_next
+            # Whoever asks for the inputs' gradients may differentiate these, which only a measured trace can show.
+            wanted = recorded and known.measured is None and known.twice is None and asks_for_gradients((args, kwargs))
+            if needed or wanted:
+                meter = room.start_meter(acts=needed)
+                if expected.trace is not None or can_be_traced((args, kwargs)):
+                    self.executor.recorder = TraceRecorder(meter)
         self._current, self._recorded = known, False
         self._begin(stretch)
-        self.executor.open()
-        if recorded:
-            self.training = stretch
-
-    def _begin_unseen(self, kind: StretchKind, known: KnownForward) -> None:
-        """Begins the stretch of a forward whose parameters are ordinary: nothing has to move for it, and nobody tells of their uses."""
-        draft = None if known.expected.trace is None else self._forward(kind, known.expected).draft
-        if self.executor.room.always_meters or (draft is None and self.budgets.bind):
-            self.executor.room.start_meter(acts=True)
-        reserve, gradients = self.known.reserve_bytes(), self.whole.gradient_bytes
-        stretch = Stretch(kind, draft, reserve_bytes=reserve, gradient_bytes=gradients)
-        self._current = known
-        self._begin(stretch)
-        if self.executor.room.meter is None:
+        if not is_whole:
+            self.executor.open()
+        elif room.meter is None:
             self.executor.store.hold_beside(stretch.reserve_bytes)
-        if kind is StretchKind.TRAINING:
+        if recorded:
             self.training = stretch
 
     def _forward_alone(self, kind: StretchKind, known: KnownForward) -> Stretch:
@@ -177,11 +163,6 @@ class Stretches:
             self.late_planes.open(draft.whole_chunks.homes, draft.whole_chunks.slots)
         return Stretch(kind, draft)
 
-    def tiers_of(self, updates: Trace) -> Mapping[int, Tier]:
-        """The tiers, by chunk, of updates that are best not done where the step computes."""
-        state, taken = self.executor.store.state, self.known.taken_bytes()
-        return self.planner.tiers(updates, state, taken_bytes=taken, level_bytes=self.executor.room.level_bytes)
-
     # any stretch
 
     def begin_norm(self, trace: Trace) -> Trace:
@@ -237,7 +218,7 @@ class Stretches:
     def forget_plans(self, why: str) -> None:
         """Forgets all plans: units have come or have other sizes. The rest of the stretch is decided on the spot, later ones are planned anew."""
         self.planner.forget()
-        self.whole.sizes_changed()
+        self.whole.known_sizes.clear()
         if not self.executor.pilot.stretch.complete:
             self.executor.pilot.stretch.depart(why)
 

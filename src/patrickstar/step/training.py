@@ -57,11 +57,6 @@ class Training(ABC):
     _around: int | None = None  # the backward in which a block was last computed again
     _is_nested: bool = False  # whether a backward inside of another has ended, and the other has not
 
-    @property
-    def steps(self) -> dict[str, int]:
-        """Updates so far, by parameter name; a parameter that was never updated has no entry."""
-        return self.updates.steps
-
     # gradients arriving
 
     @abstractmethod
@@ -82,6 +77,7 @@ class Training(ABC):
     def _notice_backward(self) -> None:
         """Notes that the innermost backward has a gradient to give, now or at its end."""
         self._bringing = backward_id()
+        self.executor.pilot.stretch.gives_gradients()
         at_end_of_backward(self._end)
 
     def notice_recomputation(self) -> None:
@@ -124,7 +120,7 @@ class Training(ABC):
 
     def drop_gradient(self, name: str) -> None:
         """Drops a gradient in the plane: the user has set `p.grad` to None, or to a tensor."""
-        self.in_chunks.drop(name)
+        self.in_chunks.drop([name])
 
     @abstractmethod
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -135,27 +131,18 @@ class Training(ABC):
         wanted = set(self.binding.by_name if names is None else names)
         if self._sums is not None:
             self._sums.drop(label for name in wanted for label in (name, *self.layout.leaves(name)))
-        if set_to_none and self.in_chunks.names | self.in_chunks.incomplete.keys() <= wanted:
-            self.in_chunks.drop_all()
-            if self.binding.gradients.own <= wanted:
-                self.binding.gradients.forget_own()
-                return
-        if not set_to_none:
-            self.executor.settle()
+        if set_to_none:
+            self.in_chunks.drop(wanted)
+            self.binding.gradients.forget_own(wanted)
+            return
+        self.executor.settle()
         with Plain():
             for name in sorted(self.binding.gradients.own & wanted):
-                parameter = self.binding.by_name[name].parameter
-                if set_to_none:
-                    parameter.grad = None
-                    self.binding.gradients.is_not_own(name)
-                elif (own := self.binding.gradients.own_of(name)) is not None:
-                    parameter.grad = own.detach_() if own.grad_fn is not None else own
+                if (own := self.binding.gradients.own_of(name)) is not None:
+                    if own.grad_fn is not None:
+                        own.detach_()
                     own.requires_grad_(False).zero_()
-        if set_to_none:
-            for name in sorted((self.in_chunks.names | self.in_chunks.incomplete.keys()) & wanted):
-                self.in_chunks.drop(name)
-        else:
-            self.in_chunks.fill_with_zeros(wanted)
+        self.in_chunks.fill_with_zeros(wanted)
 
     # clipping and stepping
 
@@ -172,14 +159,22 @@ class Training(ABC):
     def begin_forward(self) -> None:
         """Makes ready for a forward. StateError where parameters are of no one step."""
         self.expect_whole()
-        self.in_chunks.drop_incomplete()
+        if self.in_chunks.incomplete:  # left in tiles by a backward that failed: without tiles there would be none
+            self.in_chunks.drop(list(self.in_chunks.incomplete))
 
     def expect_whole(self) -> None:
         """Raises StateError where an exception has left an update of the parameters half done."""
+        if backward_id() == -1:
+            self._forget_backward()
         if self.executor.pending is not None and self.executor.pending.failed is not None:
             self.executor.settle()
         if backward_id() == -1 and (half_done := self._half_done()):
             raise StateError(f"{half_done}: the weights are of no one step. Call session.load_checkpoint(dir)")
+
+    def _forget_backward(self) -> None:
+        """Takes the last backward for over where nobody has told of its end: of one around others, or one that an exception has ended."""
+        if self._is_nested and not self.whole.why:
+            self._end()
 
     def _half_done(self) -> str:
         """The reason why an update is half done; empty where none is."""

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from patrickstar.memory.device_failure import noticed_at
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import GlobalNorm, clip_factor, norm_of
 from patrickstar.plan.touches import gradient_parts
-from patrickstar.step.gradients import in_plane
 from patrickstar.step.overflow import OverflowFlag, names_of, read
 from patrickstar.step.sixteen_bit_gradients import SixteenBitGradients
 from patrickstar.step.training import Training
@@ -35,16 +33,12 @@ class DeferredTraining(Training):
     _norm: Tensor | None = None  # of the gradients as they are, taken before `step`
 
     def __post_init__(self) -> None:
-        self._narrow = SixteenBitGradients(self.binding, self.in_chunks, self.executor)
+        self._narrow = SixteenBitGradients(self.binding, self.in_chunks)
         self.binding.gradients.comes = partial(DeferredTraining._comes, weakref.proxy(self))
-        self.whole.begins = partial(DeferredTraining._end_backwards, weakref.proxy(self))
-        self.whole.leaving = self._narrow.put_in_chunks
+        self.whole.leaving, self.updates.make_fit = self._narrow.put_in_chunks, self._narrow.make_fit
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Takes a gradient that has arrived, which autograd keeps where nothing has to move."""
-        stretch = self.executor.pilot.stretch
-        if not stretch.gave_gradients:
-            stretch.gives_gradients()
         if self._bringing != backward_id():
             self._notice_backward()
         if self.binding.gradients.stay:
@@ -62,18 +56,16 @@ class DeferredTraining(Training):
         if not inside and self._narrow.came:
             self._narrow.backward_ended()
 
-    def _end_backwards(self) -> None:
-        """Notes the end of a backward of whose end nobody has told."""
-        if backward_id() == -1 and self.binding.gradients.widen:
-            if self._is_nested:
-                self._end()  # of the backward around the last one: nobody has told of it
-            self._narrow.came.clear()  # an exception has ended it
+    def _forget_backward(self) -> None:
+        super()._forget_backward()
+        self._narrow.came.clear()
 
     def _expect_gradients(self) -> None:
         """Makes ready for a use of all gradients. StateError where they are not those of whole backwards."""
         self.executor.settle()
         if self.binding.gradients.stay:
-            self._end_backwards()
+            if backward_id() == -1:
+                self._forget_backward()
             self._narrow.take_back()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -100,25 +92,14 @@ class DeferredTraining(Training):
 
     def _take_norm(self, flags: Sequence[OverflowFlag]) -> Tensor:
         """The global norm of all gradients: 0-dim, fp32. `flags`: are read with it, so that the host waits for a device once."""
-        if self.binding.gradients.stay:
-            return self._norm_of(Trace(()), flags, own=dict(self.binding.gradients.owned()))
-        with in_plane(self.binding, self.in_chunks, self.binding.by_name):
+        own, stay, norm, trace = dict(self.binding.gradients.owned()), self.binding.gradients.stay, None, Trace(())
+        if not stay:
             trace = self.stretches.begin_norm(self.updates.planner.norm_trace(self.in_chunks.names))
-            with noticed_at("the norm of the gradients, which the step waits for"):
-                norm = self._norm_of(trace, flags)
-            self.stretches.end()
-        return norm
-
-    def _norm_of(
-        self, trace: Trace, flags: Sequence[OverflowFlag], *, own: Mapping[str, Tensor] = MappingProxyType({})
-    ) -> Tensor:
-        """The norm of what is in chunks, multiplied with its factors first.
-
-        `trace`: the moments that read it, which say on which tier. `own`: gradients that are tensors of their own, by name.
-        """
-        by_unit = {touch.ref: (touch,) for moment in trace.moments for touch in moment.touches}
-        norm: GlobalNorm | None = None
-        with self.executor.apart():
+            if own:  # which no trace has
+                with self.executor.room.making(self.updates.planner.norm_bytes):
+                    self.executor.open()
+        by_unit = {touch.ref: (touch,) for moment in trace.moments for touch in moment.touches}  # says on which tier
+        with self.executor.apart(), noticed_at("the norm of the gradients, which the step waits for"):
             for name in self.layout.slices:
                 if name in own:
                     norm = norm or self._begin_norm()
@@ -132,7 +113,10 @@ class DeferredTraining(Training):
                         norm.add(unit[part.start : part.stop], self.in_chunks.factors.get(name, ()))
                     if norm is not None:
                         norm.end_tensor()
-            return norm_of(read(flags, (norm or self._begin_norm()).numbers()))
+            found = norm_of(read(flags, (norm or self._begin_norm()).numbers()))
+        if not stay:
+            self.stretches.end()
+        return found
 
     def _begin_norm(self) -> GlobalNorm:
         device = self.binding.device
@@ -177,31 +161,27 @@ class DeferredTraining(Training):
     def step(self) -> None:
         """Notes the update of every parameter that has a gradient and is in a group."""
         self.expect_whole()
-        if self.binding.gradients.stay:
-            self._expect_gradients()
-        else:
-            self.executor.settle()
+        self._expect_gradients()
         if self.max_grad_norm is not None:
             self.clip(self.max_grad_norm)
         hypers = self.hypers()
         if not self.whole.why:
             self._step_whole(hypers)
             return
-        own = {name for name, _ in self.binding.gradients.owned()}
-        names = [
-            name for name in self.binding.by_name if name in hypers and (name in self.in_chunks.names or name in own)
-        ]
-        self.in_chunks.late_planes.thaw(*names)
+        own = sorted(name for name, _ in self.binding.gradients.owned() if name in hypers)
+        names = [name for name in self.binding.by_name if name in hypers and name in self.in_chunks.names]
+        self.in_chunks.late_planes.thaw(*names, *own)
         # From this call on the values count as changed, whenever the work is done: autograd must not take what it saved for current.
         self.binding.changes.outdate(names)
         self.stretches.step_ended()
+        began = time.perf_counter()
+        if own:  # which may be changed at any time
+            self.updates.update_at_once(own, hypers)
         order = self.updates.order(names, hypers)
-        if own:
-            self.updates.do_now(order)
-        else:
-            self.executor.pending = order
-            if self.stretches.blocks.bound and self.stretches.blocks.are_held():
-                self.executor.settle()  # nobody is asked before a view that a block has given away is read
+        order.seconds = time.perf_counter() - began
+        self.executor.pending = order
+        if self.stretches.blocks.bound and self.stretches.blocks.are_held():
+            self.executor.settle()  # nobody is asked before a view that a block has given away is read
 
     def _step_whole(self, hypers: Mapping[str, Hyper]) -> None:
         """Updates every parameter that has a gradient and is in a group, at once."""
@@ -209,11 +189,7 @@ class DeferredTraining(Training):
         names = [
             name for name, bound in self.binding.by_name.items() if name in hypers and bound.tensor().grad is not None
         ]
-        for name in names if self.binding.gradients.widen else ():
-            own = self.binding.gradients.own_of(name)
-            if own is not None:
-                self._narrow.make_fit(self.binding.by_name[name], own)
-        self.updates.update_whole(names, hypers)
+        self.updates.update_at_once(names, hypers)
         self.updates.seconds = time.perf_counter() - began
         stretch = self.executor.pilot.stretch
         stretch.gives_gradients()  # of which most have not been told of

@@ -77,7 +77,7 @@ class InBackwardTraining(Training):
         if hyper is not None and alone and self.touches.updates_at_once(name):
             if name in self._updated:
                 raise StateError(_SECOND_BACKWARD)
-            self.steps[owner] = self.steps.get(owner, 0) + (owner not in self._updated)  # once for all tiles
+            self.updates.steps[owner] = self.updates.steps.get(owner, 0) + (owner not in self._updated)  # once for all
             self._updated |= {name, owner}
             self.updates.update_now(bound, gradient, hyper=hyper, gather=self._gather)
         else:
@@ -89,9 +89,6 @@ class InBackwardTraining(Training):
 
     def _arrives(self, name: str) -> None:
         """Notes that a backward has a gradient to give; where parameters keep their bytes, before it is added to `p.grad`."""
-        stretch = self.executor.pilot.stretch
-        if not stretch.gave_gradients:
-            stretch.gives_gradients()
         if self._bringing is None:
             if self._updated and not self._is_nested:
                 raise StateError(_SECOND_BACKWARD)
@@ -134,28 +131,26 @@ class InBackwardTraining(Training):
         left = {name for name in (self.in_chunks.names | own) - self._updated if name in hypers}
         if self.whole.why:
             self._update(left, hypers)
-        else:
-            for name in left:  # from gradients that stay
-                gradient = self.binding.gradients.own_of(name)
-                if gradient is not None:
-                    self.in_chunks.make_fit(self.binding.by_name[name], gradient.dtype)
-            self.updates.update_whole(sorted(left), hypers)
+        else:  # from gradients that stay
+            self.updates.update_at_once(sorted(left), hypers)
 
     def _update(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> None:
         """Updates parameters now, from gradients that are kept, which are let go then, or from the user's own."""
         if not names:
             return
         if not self.whole.why:
-            self.updates.update_whole(sorted(names), hypers)
+            self.updates.update_at_once(sorted(names), hypers, as_made=True)
             self._updated.update(names)
             self.binding.gradients.used.put(names)
             return
         self._updated.update(names)
         self._unfinished = True
-        self.updates.do_now(self.updates.order(names, hypers))
+        kept = self.in_chunks.names.intersection(names)
+        self.updates.update_at_once(sorted(name for name, _ in self.binding.gradients.owned() if name in names), hypers)
+        self.executor.pending = self.updates.order(kept, hypers)
+        self.executor.settle()
         self._unfinished = False
-        for name in names:
-            self.in_chunks.drop(name)
+        self.in_chunks.drop(kept)
 
     # chunks that are updated whole
 
@@ -185,7 +180,7 @@ class InBackwardTraining(Training):
         touches = (Touch(PlaneRef(part.chunk, GRAD), True),)
         (unit,) = self.executor.use(Phase.BACKWARD, bound.name, touches)
         unit[part.start : part.stop].copy_(gradient)
-        order.hypers[bound.owner], order.steps[bound.owner] = hyper, self.steps[bound.owner]
+        order.hypers[bound.owner], order.steps[bound.owner] = hyper, self.updates.steps[bound.owner]
         update = order.take(part)
         if update is not None:
             # Again, where the plan was left with this arrival: what had come before is updated.
@@ -250,14 +245,11 @@ class InBackwardTraining(Training):
         self._bringing, self._is_nested = None, False
         self.stretches.step_ended()
 
-    def expect_whole(self) -> None:
-        if backward_id() == -1:
-            self.binding.whole.give_back()
-        if backward_id() == -1 and not self.whole.why:
-            if self._is_nested:
-                self._end()  # of the backward around the last one: nobody has told of it
+    def _forget_backward(self) -> None:
+        self.binding.whole.give_back()
+        super()._forget_backward()
+        if not self.whole.why:
             self._spent = set(self.binding.gradients.used.there(self._spent))
-        super().expect_whole()
 
     def _half_done(self) -> str:
         if not self._unfinished and not self.updates.is_half_done:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from patrickstar.core.layout import Layout, Part
-from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, REST, STEP, PlaneRef
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, REST, STEP, WEIGHT, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.deferred.recording import DeferredRecorder
 from patrickstar.errors import ConfigError
@@ -27,79 +27,92 @@ _BLOCK_NUMEL = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Reads and writes values of parameters, and the averages that Adam keeps (its moments), one at a time."""
+    """Reads and writes what is kept of parameters, one at a time: of the plane `WEIGHT` their masters, of others the averages of Adam; all fp32."""
 
     binding: Binding
     layout: Layout
     executor: Executor
     late_planes: LatePlanes
 
-    def read(self, name: str) -> Tensor:
-        """A copy of a parameter's master, of its shape and strides, fp32."""
-        return self._whole(name, self.master_pieces(name))
-
-    def _whole(self, name: str, pieces: Iterator[Tensor]) -> Tensor:
+    def read(self, name: str, plane: str = WEIGHT) -> Tensor:
+        """A copy, of the parameter's shape and strides."""
         bound = self.binding.by_name[name]
         with self.executor.lock, self.executor.apart():
             whole = torch.empty_strided(bound.shape_only.shape, bound.shape_only.stride(), device="cpu")
-            flat, at = bound.flat(whole), 0
             with self.executor.room.making(whole.nbytes):
-                for piece in pieces:
-                    flat[at : at + piece.numel()].copy_(piece)
-                    at += piece.numel()
+                self.copy_into(name, plane, bound.flat(whole))
             return whole
 
-    def master_pieces(self, name: str) -> Iterator[Tensor]:
-        """A parameter's master as 1-D fp32 pieces on the host in slot order; each valid until the next is asked for, and not to be written."""
-        bound = self.binding.by_name[name]
-        self.binding.changes.look(bound)
+    def copy_into(self, name: str, plane: str, flat: Tensor) -> None:
+        """Writes the values into a 1-D fp32 tensor in slot order."""
+        at = 0
+        for piece in self.pieces(name, plane):
+            flat[at : at + piece.numel()].copy_(piece)
+            at += piece.numel()
+
+    def elements(self, name: str, plane: str = WEIGHT) -> Iterator[Tensor]:
+        """The values in the order of the parameter's elements, in contiguous 1-D pieces."""
+        if self.binding.by_name[name].shape_only.is_contiguous():
+            yield from self.pieces(name, plane)
+        else:
+            yield self.read(name, plane).contiguous().reshape(-1)
+
+    def pieces(self, name: str, plane: str) -> Iterator[Tensor]:
+        """The values as 1-D pieces on the host in slot order; each valid until the next is asked for, and not to be written."""
+        if plane == WEIGHT:
+            self.binding.changes.look(self.binding.by_name[name])
         for part in self.layout.parts(name):
-            weight, rest = self._halves(bound.name, part, writes=False)
-            if weight.dtype is torch.float32:
-                yield weight.cpu()
+            kept, rest = self._kept(name, part, plane, writes=False)
+            if kept.dtype is torch.float32:
+                yield kept.cpu()
                 continue
-            for block in blocks(weight.numel(), of=_BLOCK_NUMEL):
+            for block in blocks(kept.numel(), of=_BLOCK_NUMEL):
                 master = torch.empty(block.stop - block.start, device="cpu")
                 if rest is None:
-                    master.copy_(weight[block])
+                    master.copy_(kept[block])
                 else:
-                    join(weight[block].cpu(), rest[block].cpu(), master)
+                    join(kept[block].cpu(), rest[block].cpu(), master)
                 yield master
 
-    def read_into(self, name: str, part: Part, read: Callable[[Tensor, int], object]) -> None:
-        """Sets a piece of a parameter's master from what `read` writes: into an fp32 tensor, from an element of the parameter on."""
-        weight, rest = self._halves(name, part, writes=True)
-        if weight.dtype is torch.float32 and weight.is_cpu:
-            read(weight, part.tensor_start)
-            return
-        for block in blocks(weight.numel(), of=_BLOCK_NUMEL):
-            master = torch.empty(block.stop - block.start, device="cpu")
-            read(master, part.tensor_start + block.start)
-            if weight.dtype is torch.float32:
-                weight[block].copy_(master)
+    def read_into(self, name: str, read: Callable[[Tensor, int], object], plane: str = WEIGHT) -> None:
+        """Sets the values from what `read` writes, piece by piece: into an fp32 tensor on the host, from an element of the parameter on."""
+        for part in self.layout.parts(name):
+            kept, rest = self._kept(name, part, plane, writes=True)
+            if kept.dtype is torch.float32 and kept.is_cpu:
+                read(kept, part.tensor_start)
                 continue
-            halves = (weight, rest)
-            upper, left = (
-                half[block]
-                if half is not None and half.is_cpu
-                else torch.empty(master.shape, dtype=dtype, device="cpu")
-                for half, dtype in zip(halves, (weight.dtype, rest_type(weight.dtype)), strict=True)
-            )
-            split(master, upper, left)
-            for half, made in zip(halves, (upper, left), strict=True):
-                if half is not None and not half.is_cpu:
-                    half[block].copy_(made)
+            for block in blocks(kept.numel(), of=_BLOCK_NUMEL):
+                master = torch.empty(block.stop - block.start, device="cpu")
+                read(master, part.tensor_start + block.start)
+                if kept.dtype is torch.float32:
+                    kept[block].copy_(master)
+                    continue
+                halves = (kept, rest)
+                upper, left = (
+                    half[block]
+                    if half is not None and half.is_cpu
+                    else torch.empty(master.shape, dtype=dtype, device="cpu")
+                    for half, dtype in zip(halves, (kept.dtype, rest_type(kept.dtype)), strict=True)
+                )
+                split(master, upper, left)
+                for half, made in zip(halves, (upper, left), strict=True):
+                    if half is not None and not half.is_cpu:
+                        half[block].copy_(made)
 
-    def _halves(self, name: str, part: Part, *, writes: bool) -> tuple[Tensor, Tensor | None]:
-        """A piece of the weight plane, and of the rest plane where there is one."""
-        rest = PlaneRef(part.chunk, REST)
-        is_split = rest in self.executor.store.state.home
-        touches = master_touches(part, self.layout, is_split=is_split, writes=writes)
+    def _kept(self, name: str, part: Part, plane: str, *, writes: bool) -> tuple[Tensor, Tensor | None]:
+        """A piece of a plane, and of the rest plane where that is of split masters."""
+        ref, rest, start = PlaneRef(part.chunk, plane), PlaneRef(part.chunk, REST), part.start
+        if plane == WEIGHT:
+            ref, start = self.layout.weight_place(part)
+            is_split = rest in self.executor.store.state.home
+            touches = master_touches(part, self.layout, is_split=is_split, writes=writes)
+        else:
+            self.late_planes.thaw(name)
+            touches = (Touch(ref, writes),)
         units = self.executor.use_where_it_is(Phase.STEP, name, touches)
-        ref, start = self.layout.weight_place(part)
         found = dict(zip((touch.ref for touch in touches), units, strict=True))
-        weight = found[ref][start : start + part.stop - part.start]
-        return weight, found[rest][part.start : part.stop] if is_split else None
+        kept = found[ref][start : start + part.stop - part.start]
+        return kept, found[rest][part.start : part.stop] if rest in found else None
 
     def write(self, name: str, value: Tensor) -> None:
         """Sets a parameter's value, rounded to fp32. Counts as a change in place. ConfigError: no such parameter, or another shape."""
@@ -113,11 +126,27 @@ class Weights:
                 self.fill(bound, value)
             self.binding.changes.renew([name])
 
-    def fill(self, bound: BoundParameter, value: Tensor) -> None:
-        """Copies a value into a parameter's place, a piece at a time."""
-        flat = bound.flat(value.detach())
-        for part in self.layout.parts(bound.name):
-            self.read_into(bound.name, part, lambda master, at: master.copy_(flat[at : at + master.numel()]))
+    def write_average(self, name: str, plane: str, value: Tensor) -> None:
+        """Sets a parameter's `exp_avg` or `exp_avg_sq`, rounded to fp32."""
+        with self.executor.lock, self.executor.quiet():
+            self.fill(self.binding.by_name[name], value, plane)
+        self.binding.assembled.changed(AssembledKey(name, plane))
+
+    def clear_averages(self, name: str) -> None:
+        """Sets a parameter's averages to zero, as before its first update."""
+        with self.executor.lock, self.executor.quiet():
+            for plane in (EXP_AVG, EXP_AVG_SQ):
+                self.read_into(name, lambda kept, _: kept.zero_(), plane)
+        for plane in (EXP_AVG, EXP_AVG_SQ, STEP):
+            self.binding.assembled.dropped(AssembledKey(name, plane), "the optimizer's state of it was released")
+
+    def fill(self, bound: BoundParameter, value: Tensor, plane: str = WEIGHT) -> None:
+        """Copies values into a parameter's place, a piece at a time."""
+        self.fill_from(bound.name, bound.flat(value.detach()), plane)
+
+    def fill_from(self, name: str, flat: Tensor, plane: str) -> None:
+        """Copies the values of a 1-D tensor in slot order into a parameter's place."""
+        self.read_into(name, lambda kept, at: kept.copy_(flat[at : at + kept.numel()]), plane)
 
     def fill_made(self, bound: BoundParameter, recorder: DeferredRecorder) -> None:
         """Fills a parameter's place with a value that is made now: in that place if it can be, else slots leave room for the value first."""
@@ -130,50 +159,3 @@ class Weights:
         with self.executor.room.making(bound.parameter.nbytes):
             self.executor.open()
             self.fill(bound, recorder.value(bound.parameter))
-
-    def average_pieces(self, name: str, plane: str, *, writes: bool = False) -> Iterator[Tensor]:
-        """A parameter's `exp_avg` or `exp_avg_sq` as 1-D pieces in slot order; each valid until the next is asked for.
-
-        They are on the host, but for those that are to be written, which are where they are.
-        """
-        assert plane in (EXP_AVG, EXP_AVG_SQ)
-        self.late_planes.thaw(name)
-        for part in self.layout.parts(name):
-            ref = PlaneRef(part.chunk, plane)
-            (unit,) = self.executor.use_where_it_is(Phase.STEP, name, (Touch(ref, writes),))
-            piece = unit[part.start : part.stop]
-            yield piece if writes else piece.cpu()
-
-    def read_average(self, name: str, plane: str) -> Tensor:
-        """A copy of a parameter's `exp_avg` or `exp_avg_sq`, of its shape and strides."""
-        return self._whole(name, self.average_pieces(name, plane))
-
-    def copy_average_into(self, name: str, plane: str, flat: Tensor) -> None:
-        """Writes a parameter's `exp_avg` or `exp_avg_sq` into a 1-D fp32 tensor in slot order."""
-        at = 0
-        for piece in self.average_pieces(name, plane):
-            flat[at : at + piece.numel()].copy_(piece)
-            at += piece.numel()
-
-    def clear_averages(self, name: str) -> None:
-        """Sets a parameter's averages to zero, as before its first update."""
-        with self.executor.lock, self.executor.quiet():
-            for plane in (EXP_AVG, EXP_AVG_SQ):
-                for target in self.average_pieces(name, plane, writes=True):
-                    target.zero_()
-        for plane in (EXP_AVG, EXP_AVG_SQ, STEP):
-            self.binding.assembled.dropped(AssembledKey(name, plane), "the optimizer's state of it was released")
-
-    def write_average(self, name: str, plane: str, value: Tensor) -> None:
-        """Sets a parameter's `exp_avg` or `exp_avg_sq`, rounded to fp32."""
-        bound = self.binding.by_name[name]
-        with self.executor.lock, self.executor.quiet():
-            self.write_average_from(name, plane, bound.flat(value.to(torch.float32)))
-        self.binding.assembled.changed(AssembledKey(name, plane))
-
-    def write_average_from(self, name: str, plane: str, flat: Tensor) -> None:
-        """Sets a parameter's `exp_avg` or `exp_avg_sq` from a 1-D fp32 tensor in slot order."""
-        at = 0
-        for target in self.average_pieces(name, plane, writes=True):
-            target.copy_(flat[at : at + target.numel()])
-            at += target.numel()

@@ -3,79 +3,56 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
-from patrickstar.core.layout import Layout
-from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
-from patrickstar.core.trace import Phase, Touch, Trace
-from patrickstar.errors import BudgetError, StateError
-from patrickstar.memory.interruptions import InterruptionsPutOff
-from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.passes import Passes
+from patrickstar.core.planes import GRAD, WEIGHT
+from patrickstar.core.trace import Touch, Trace
+from patrickstar.errors import BudgetError
 from patrickstar.parameters.binding import Binding
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.executor import Executor
 from patrickstar.step.known_forwards import KnownForward
-from patrickstar.step.late_planes import LatePlanes
 from patrickstar.torch_private import has_views
 from patrickstar.units import format_bytes
 
 _log = logging.getLogger("patrickstar")
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A piece of a parameter, in one chunk: which of its elements, and where they and their averages lie, as 1-D tensors."""
-
-    span: slice
-    weight: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    averages: tuple[tuple[PlaneRef, int | None], ...]
-    """The units of the averages, and the slot of each: where that is another one now, these tensors are of others."""
-
-
 @dataclass(kw_only=True, eq=False)
 class Whole:
-    """Parameters that keep their bytes: updates them all at once, and lets them go where they do not fit any more.
+    """Parameters that keep their bytes: lets them go where they do not fit any more.
 
     Attributes:
-        passes: by type of device. kept_in: gives the parameters whose gradients wait in a step with a trace, or with one that nobody knows.
+        kept_in: gives the parameters whose gradients wait in a step with a trace, or with one that nobody knows.
         sizes: gives the bytes of all model states with these gradients, which are no units and in no trace, and those of the gradients alone.
         why: why parameters are bound by use; empty as long as they are not.
-        begins: is called before a forward, as long as they are not. leaving: before they may be, left: where they are from now on.
-        kept: the parameters whose gradients wait in the step under way.
+        leaving: is called before they may be, left: where they are from now on.
+        kept: the parameters whose gradients wait in the step under way. known_sizes: as long as there are no others.
     """
 
     binding: Binding
-    layout: Layout
     executor: Executor
-    late_planes: LatePlanes
-    passes: Mapping[str, Passes]
     kept_in: Callable[[Trace | None], frozenset[str]]
     sizes: Callable[[frozenset[str]], tuple[int, int]]
     budgets: Budgets
     why: str
 
-    begins: Callable[[], None] = lambda: None
     leaving: Callable[[], None] = lambda: None
     left: Callable[[], None] = lambda: None
     kept: frozenset[str] = field(init=False)
-    _places: dict[str, list[_Place]] = field(default_factory=dict)
-    _known: dict[frozenset[str], tuple[int, int]] = field(default_factory=dict)
+    known_sizes: dict[frozenset[str], tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.kept = self.kept_in(Trace(()))
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        if self.kept not in self._known:
-            self._known[self.kept] = self.sizes(self.kept)
-        return self._known[self.kept]
+        if self.kept not in self.known_sizes:
+            self.known_sizes[self.kept] = self.sizes(self.kept)
+        return self.known_sizes[self.kept]
 
     @property
     def needed_bytes(self) -> int:
@@ -88,10 +65,6 @@ class Whole:
         state = self.executor.store.state
         kept = (state.unit_bytes(ref) for ref in state.home if ref.plane == GRAD and not state.is_free(ref))
         return max(0, self._sizes[1] - sum(kept))
-
-    def sizes_changed(self) -> None:
-        """Notes that there are other units, or units of other sizes."""
-        self._known.clear()
 
     # the end of it
 
@@ -106,10 +79,8 @@ class Whole:
         if torch.is_grad_enabled():
             is_unknown = expected.by_chance or self.binding.access.is_surprised
             self.kept = self.kept_in(None if is_unknown else expected.trace)
-        if not self.why:
-            self.begins()
-            if expected.by_use:
-                self._leave(expected.by_use, needed=0, room=0)
+        if not self.why and expected.by_use:
+            self._leave(expected.by_use, needed=0, room=0)
         if self.why or not self.budgets.bind:
             return not self.why
         beside, states, room = reserve_bytes(), self._sizes[0], self.budgets.room_bytes()
@@ -125,7 +96,6 @@ class Whole:
 
     def _leave(self, why: str, *, needed: int, room: int) -> None:
         store, weights = self.executor.store, [ref for ref in self.executor.store.state.home if ref.plane == WEIGHT]
-        self._places.clear()
         self.leaving()
         for bound in self.binding:
             self.binding.changes.look(bound)
@@ -158,62 +128,3 @@ class Whole:
         """
         is_foreseen = self.executor.pilot.stretch.gradient_bytes is not None and name not in self.kept
         return is_foreseen and not has_views(self.binding.by_name[name].tensor())
-
-    def update(self, names: Collection[str], hypers: Mapping[str, Hyper], steps: dict[str, int]) -> None:
-        """Updates these parameters from their gradients, and counts it in `steps`.
-
-        Raises:
-            StateError: a gradient is sparse. BudgetError: there is no room for the averages of the first update. Nothing has changed then.
-        """
-        alike: dict[tuple[Hyper, int], list[tuple[Tensor, ...]]] = {}
-        by_name = self.binding.by_name
-        device = "cpu" if self.binding.device is None else self.binding.device.type
-        with self.executor.lock, self.executor.apart():
-            for name in names:
-                bound = by_name[name]
-                gradient = bound.tensor().grad
-                assert gradient is not None, f"{name} has no gradient"
-                expect_dense(name, gradient)
-                flat = bound.flat(gradient)
-                planes = alike.setdefault((hypers[name], steps.get(name, 0) + 1), [])
-                for place in self._pieces(name):
-                    planes.append((place.weight, flat[place.span], place.exp_avg, place.exp_avg_sq))
-            with InterruptionsPutOff():  # between two tensors weights would be of no one step
-                for (hyper, step), planes in alike.items():
-                    self.passes[device].update_all(planes, step=step, hyper=hyper)
-                for name in names:
-                    steps[name] = steps.get(name, 0) + 1
-        self.binding.changes.stepped(names)
-
-    def _pieces(self, name: str) -> list[_Place]:
-        """The pieces of a parameter, with averages of zero where it has had none."""
-        slots, known = self.executor.store.units.slots_here, self._places.get(name)
-        if known is not None:
-            was = [slots.get(ref) == slot for place in known for ref, slot in place.averages]
-            if all(was):
-                return known
-        self.late_planes.thaw(name)
-        found = self._places[name] = list[_Place]()
-        for part in self.layout.parts(name):
-            averages = [PlaneRef(part.chunk, plane) for plane in (EXP_AVG, EXP_AVG_SQ)]
-            exp_avg, exp_avg_sq = self.executor.use(Phase.STEP, name, [Touch(ref, True) for ref in averages])
-            weight, start = self.layout.weight_place(part)
-            numel, own = part.stop - part.start, slice(part.start, part.stop)
-            found.append(
-                _Place(
-                    slice(part.tensor_start, part.tensor_start + numel),
-                    self.executor.store.tensor(weight)[start : start + numel],
-                    exp_avg[own],
-                    exp_avg_sq[own],
-                    tuple((ref, slots.get(ref)) for ref in averages),
-                )
-            )
-        return found
-
-
-def expect_dense(name: str, gradient: Tensor) -> None:
-    """Raises StateError where a gradient is sparse."""
-    if gradient.layout is not torch.strided:
-        raise StateError(
-            f"{name} has a gradient that is not dense: sparse gradients cannot be managed; use sparse=False"
-        )
