@@ -6,12 +6,12 @@ A stretch is planned when it begins, from where every unit is then (`plan/planne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.trace import Trace
@@ -29,6 +29,7 @@ from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.step_counts import StepCounts
 from patrickstar.step.whole import Whole
+from patrickstar.tracing.caches import cache_tensors
 from patrickstar.tracing.signature import asks_for_gradients, can_be_traced
 from patrickstar.units import format_bytes
 
@@ -80,7 +81,7 @@ class Stretches:
         self._forwards += recorded
         kind = StretchKind.TRAINING if recorded else StretchKind.EVALUATION
         if self.whole.stays(known.expected, self.known.reserve_bytes):
-            self._begin_unseen(kind, known)
+            self._begin_unseen(kind, known, cache_tensors(kwargs))
             return
         if was_whole:
             self.known.kinds.clear()
@@ -97,12 +98,12 @@ class Stretches:
             if expected.trace is not None or can_be_traced((args, kwargs)):
                 self.executor.recorder = TraceRecorder(meter)
         self._current, self._recorded = known, False
-        self._begin(stretch)
+        self._begin(stretch, cache_tensors(kwargs))
         self.executor.open()
         if recorded:
             self.training = stretch
 
-    def _begin_unseen(self, kind: StretchKind, known: KnownForward) -> None:
+    def _begin_unseen(self, kind: StretchKind, known: KnownForward, there: Sequence[Tensor]) -> None:
         """Begins the stretch of a forward whose parameters are ordinary: nothing has to move for it, and nobody tells of their uses."""
         draft = None if known.expected.trace is None else self._forward(kind, known.expected).draft
         if self.executor.room.always_meters or (draft is None and self.budgets.bind):
@@ -110,7 +111,7 @@ class Stretches:
         reserve, gradients = self.known.reserve_bytes(), self.whole.gradient_bytes
         stretch = Stretch(kind, draft, reserve_bytes=reserve, gradient_bytes=gradients)
         self._current = known
-        self._begin(stretch)
+        self._begin(stretch, there)
         if self.executor.room.meter is None:
             self.executor.store.hold_beside(stretch.reserve_bytes)
         if kind is StretchKind.TRAINING:
@@ -204,10 +205,13 @@ class Stretches:
         draft = self._plan(StretchKind.UPDATE, trace, unwanted=frozenset(pending.frees))
         self._begin(Stretch(StretchKind.UPDATE, draft))
 
-    def _begin(self, stretch: Stretch) -> None:
+    def _begin(self, stretch: Stretch, there: Sequence[Tensor] = ()) -> None:
         if stretch.trace is not None:
             self.planner.began(stretch.kind, stretch.trace)
-        self.executor.room.begin(stretch)
+        room = self.executor.room
+        room.begin(stretch, sum(tensor.nbytes for tensor in there))
+        if room.meter is not None:
+            room.meter.note(there)
         self.executor.pilot.begin(stretch)
 
     def _plan(self, kind: StretchKind, trace: Trace, **expected: Any) -> Draft:
