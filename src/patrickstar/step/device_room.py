@@ -44,11 +44,12 @@ class DeviceRoom(EmulatedRoom):
         self._base = self._now = self._peak = self._most = 0
         self._is_seen = False  # a peak of this stretch above all that has been before
 
-    def begin(self, stretch: Stretch) -> None:  # noqa: ARG002
-        """Begins a stretch, of which what is allocated now is no part."""
+    def begin(self, stretch: Stretch, there_bytes: int) -> None:  # noqa: ARG002
+        """Begins a stretch, of which what else is allocated now is no part."""
         self._give_up_last()
         self._last[self._device] = weakref.ref(self)
         self._base, self._peak = allocated_bytes(self._device)
+        self._base -= there_bytes
         self._now = self._most = 0
         self._is_seen = False
         self._counts = self._is_alone = True

@@ -7,11 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from patrickstar.core.planes import GRAD
 from patrickstar.core.trace import Phase, Trace
+from patrickstar.errors import BudgetError
 from patrickstar.parameters.registered import Registered
 from patrickstar.plan.fit import expect_room, within, worst_moment
 from patrickstar.plan.residency import Residency
@@ -22,6 +24,7 @@ from patrickstar.step.known_forwards import KnownForward, like_a_larger_one
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.room import Room
 from patrickstar.step.whole import Whole
+from patrickstar.tracing.caches import bounded, refused
 from patrickstar.tracing.signature import Signature, can_be_traced, signature
 from patrickstar.tracing.twin import CannotTrace
 from patrickstar.units import format_bytes
@@ -49,20 +52,35 @@ class KnownForwards:
     taken_bytes: Callable[[], int]
     whole: Whole
     kinds: OrderedDict[Signature, KnownForward] = field(default_factory=OrderedDict, init=False)
+    _bounds: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary, init=False)  # by cache
+    _refused: set[Signature] = field(default_factory=set, init=False)  # with more in a cache than there was room for
 
     def expect(self, registered: Registered, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> KnownForward:
         """Knowledge of a forward that is about to begin. BudgetError: it does not fit, or its gradients do not."""
-        if not can_be_traced((args, kwargs)):
-            why = _UNTRACEABLE.format("a fake-tensor trace could change its inputs")
-            unknown = KnownForward(reason=why, blocks=self._unseen())
-            self._reserve(unknown)
-            return unknown
-        key = signature(registered.modules, registered.parameters, args, kwargs)
+        for inputs, is_own in bounded(kwargs, registered.model, self._bounds):
+            if not can_be_traced((args, inputs)):
+                why = _UNTRACEABLE.format("a fake-tensor trace could change its inputs")
+                unknown = KnownForward(reason=why, blocks=self._unseen())
+                self._reserve(unknown)
+                return unknown
+            key = signature(registered.modules, registered.parameters, args, inputs)
+            if key in self._refused and not is_own:
+                continue
+            try:
+                return self._expect(key, args, inputs)
+            except BudgetError as refusal:
+                if is_own:
+                    raise refused(refusal, kwargs) from None
+                self._refused.add(key)
+        raise AssertionError("a forward is traced as it is")
+
+    def _expect(self, key: Signature, *inputs: Any) -> KnownForward:
+        """Knowledge of the kind of forward with a signature. Raises what `expect` raises."""
         known = self.kinds.get(key)
         if known is None:
             known = like_a_larger_one(key, self.kinds)
             if known.trace is None:
-                self._foresee(known, args, kwargs)
+                self._foresee(known, *inputs)
         # Refused before it is remembered: a smaller batch may come next, or the same one with more room.
         self._reserve(known.expected)
         self.kinds[key] = known

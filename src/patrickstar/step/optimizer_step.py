@@ -18,7 +18,7 @@ from patrickstar.errors import StateError
 from patrickstar.memory.interruptions import InterruptionsPutOff
 from patrickstar.memory.lanes import Task
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.passes import Passes, update_all
+from patrickstar.optim.passes import Passes
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.planner import Planner
@@ -215,7 +215,7 @@ class OptimizerStep(Doer):
                 for span, weight, exp_avg, exp_avg_sq in self._pieces(name):
                     planes.append((weight, flat[span], exp_avg, exp_avg_sq))
             for (hyper, step), planes in alike.items():
-                update_all(self.passes[device], planes, step=step, hyper=hyper)
+                self.passes[device].update_all(planes, step=step, hyper=hyper)
             for name in names:
                 steps[name] = steps.get(name, 0) + 1
         self.binding.changes.stepped(names)

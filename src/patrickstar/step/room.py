@@ -88,8 +88,8 @@ class Room:
     def planned(self, plan: Plan, trace: Trace) -> None:
         """Takes note of a plan that a stretch is about to follow."""
 
-    def begin(self, stretch: Stretch) -> None:
-        """Begins to count for a stretch."""
+    def begin(self, stretch: Stretch, there_bytes: int) -> None:
+        """Begins to count for a stretch. `there_bytes`: of tensors of before that count among its activations."""
 
     def look(self) -> None:
         """Notes what has been taken since the last moment, where that shows afterwards only."""
@@ -241,7 +241,7 @@ class HostRoom(Room):
     """The room where the host computes. With a bound, the process itself is held against it.
 
     A plan counts live bytes and what the allocator is known to keep; the size of the process shows what neither has: a forward that cannot be
-    traced, `generate()`, tensors of the user's, an allocator that keeps more.
+    traced, tensors of the user's, an allocator that keeps more.
 
     Blocks that are freed and kept save the page faults of the next ones. They have the room that chunks and activations leave, and are asked for
     before they would be too much; between two looks the allocator may take a little more than what is live, for which a plan must leave room.
@@ -261,7 +261,7 @@ class HostRoom(Room):
         if self._keeps_blocks and not leaves_room(simulate(plan, trace), trace, self._budgets, allocator()):
             self._return_at_once("a plan takes the room that they would be kept in")
 
-    def begin(self, stretch: Stretch) -> None:
+    def begin(self, stretch: Stretch, there_bytes: int) -> None:  # noqa: ARG002
         """Has freed blocks returned where nobody knows what the stretch takes."""
         if stretch.reason:
             self._return_at_once(f"the {stretch.kind} runs unplanned")

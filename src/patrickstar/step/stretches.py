@@ -6,11 +6,12 @@ A stretch is planned when it begins, from where every unit is then (`plan/planne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from patrickstar.core.trace import Trace
 from patrickstar.errors import BudgetError
@@ -27,6 +28,7 @@ from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.step_counts import StepCounts
 from patrickstar.step.whole import Whole
+from patrickstar.tracing.caches import cache_tensors
 from patrickstar.tracing.signature import asks_for_gradients, can_be_traced
 from patrickstar.units import format_bytes
 
@@ -94,7 +96,7 @@ class Stretches:
                 if expected.trace is not None or can_be_traced((args, kwargs)):
                     self.executor.recorder = TraceRecorder(meter)
         self._current, self._recorded = known, False
-        self._begin(stretch)
+        self._begin(stretch, cache_tensors(kwargs))
         if not is_whole:
             self.executor.open()
         elif room.meter is None:
@@ -185,10 +187,13 @@ class Stretches:
         draft = self._plan(StretchKind.UPDATE, trace, unwanted=frozenset(pending.frees))
         self._begin(Stretch(StretchKind.UPDATE, draft))
 
-    def _begin(self, stretch: Stretch) -> None:
+    def _begin(self, stretch: Stretch, there: Sequence[Tensor] = ()) -> None:
         if stretch.trace is not None:
             self.planner.began(stretch.kind, stretch.trace)
-        self.executor.room.begin(stretch)
+        room = self.executor.room
+        room.begin(stretch, sum(tensor.nbytes for tensor in there))
+        if room.meter is not None:
+            room.meter.note(there)
         self.executor.pilot.begin(stretch)
 
     def _plan(self, kind: StretchKind, trace: Trace, **expected: Any) -> Draft:

@@ -73,12 +73,13 @@ class LiveBytes:
         makes_new = self._makes_new.get(func)
         if makes_new is None:
             makes_new = self._makes_new[func] = any(returned.alias_info is None for returned in func._schema.returns)
-        if makes_new and self._note(result) and self._at_change is not None:
+        if makes_new and self.note(result) and self._at_change is not None:
             self._at_change(self.live)
 
-    def _note(self, value: Any) -> bool:
+    def note(self, value: Any) -> bool:
+        """Counts a tensor, or those in a list, as far as they are new and no slots; tells whether there are any."""
         if isinstance(value, list | tuple):
-            return max([self._note(item) for item in value], default=False)  # all of them: no shortcut
+            return max([self.note(item) for item in value], default=False)  # all of them: no shortcut
         if not isinstance(value, Tensor) or value.layout is not torch.strided or self._is_slot(value):
             return False
         storage = value.untyped_storage()

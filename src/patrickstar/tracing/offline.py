@@ -38,6 +38,7 @@ from patrickstar.torch_private import (
     without_modes,
 )
 from patrickstar.tracing.block_kinds import BoundTwin
+from patrickstar.tracing.caches import CacheAt, cache_tensors
 from patrickstar.tracing.cast_inputs import cast_inputs
 from patrickstar.tracing.missing import MissingOperations
 from patrickstar.tracing.repeats import Repeats
@@ -178,6 +179,7 @@ class OfflineTracer:
                 told = Repeats(twin, places, bind, values, missing)
                 stack.enter_context(fake_mode)
                 inputs, keywords = fakes.of((args, dict(kwargs)))
+                owner.meter.note(cache_tensors(keywords))
                 stack.enter_context(HooklessTensors())
                 stack.enter_context(values)
                 stack.enter_context(missing)
@@ -263,6 +265,8 @@ class _Fakes:
             # Where the input came from is none of the model's business; whether it wants a gradient is.
             alike = self.like(value)
             return alike.requires_grad_() if value.requires_grad else alike
+        if isinstance(value, CacheAt):
+            return value.copied(self._of_cache)
         if isinstance(value, Mapping):
             faked = {name: self.of(item) for name, item in value.items()}
             return faked if type(value) is dict else _rebuilt(value, faked)
@@ -271,6 +275,10 @@ class _Fakes:
         if isinstance(value, list | tuple):
             return type(value)(self.of(item) for item in value)
         return value
+
+    def _of_cache(self, tensor: Tensor) -> Tensor:
+        """A fake tensor of a cache: nobody asks for the values of keys, which may be many."""
+        return self.mode.from_tensor(tensor.detach()) if tensor.ndim else self.like(tensor)
 
     def like(self, tensor: Tensor) -> Tensor:
         """A fake tensor without history: on the device, or on the CPU where the real one is there."""

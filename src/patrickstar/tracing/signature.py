@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from patrickstar.torch_private import Plain, checks_for_nan
+from patrickstar.tracing.caches import CacheAt
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ def signature(
 ) -> Signature:
     """Shapes and types of the inputs of a model of these modules and parameters, plain values among them, and the modes that steer a forward.
 
-    Tensor *values* are no part of it, nor what is inside of objects we do not know (a key-value cache): where those make a difference, the
-    step departs from its trace and is finished by the reactive pilot.
+    Tensor *values* are no part of it, nor what is inside of objects we do not know: where those make a difference, the step departs from its
+    trace and is finished by the reactive pilot.
     """
     # Which modules train and which parameters are frozen decides what is saved for backward.
     training = hash(tuple([module.training for module in modules]))
@@ -61,6 +62,8 @@ def _key(value: Any, sizes: list[int]) -> Hashable:
         return tuple((name, _key(item, sizes)) for name, item in value.items())
     if isinstance(value, list | tuple):
         return type(value), tuple(_key(item, sizes) for item in value)
+    if isinstance(value, CacheAt):
+        return value.form(sizes)
     if isinstance(value, str | int | float | bool | None | torch.dtype | torch.device):
         return value
     return type(value).__qualname__
@@ -77,7 +80,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 def can_be_traced(value: Any) -> bool:
     """Tells whether inputs hold nothing but tensors, containers and plain values: an unknown object could be changed by a trial run."""
-    plain = Tensor | str | int | float | bool | None | torch.dtype | torch.device
+    plain = Tensor | CacheAt | str | int | float | bool | None | torch.dtype | torch.device
     return all(isinstance(leaf, plain) for leaf in leaves(value))
 
 
