@@ -39,7 +39,7 @@ from patrickstar.tracing.cast_inputs import cast_inputs
 from patrickstar.tracing.operations import TrialOperations
 from patrickstar.tracing.side_effects import CopiedFunctions, HooklessTensors, drop_hooks, no_side_effects
 from patrickstar.tracing.signature import leaves
-from patrickstar.tracing.trial_values import Endless, KnownValues
+from patrickstar.tracing.trial_values import Endless
 from patrickstar.tracing.twin import CannotTrace, Twin
 
 _log = logging.getLogger("patrickstar")
@@ -146,8 +146,7 @@ class OfflineTracer:
         quantile: float,
     ) -> Foreseen:
         """One run of the twin, in which every draw is the given quantile of its distribution."""
-        values = KnownValues(quantile)
-        operations = TrialOperations(values)
+        operations = TrialOperations(quantile)
         with ExitStack() as stack:
             stack.enter_context(no_side_effects(self.device))
             with_backward = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -158,7 +157,7 @@ class OfflineTracer:
             stack.enter_context(torch.set_grad_enabled(with_backward))
             touches = self.make_touches()
             owner = Twin(touches, self.dtypes, device=self.device, on_device=self.on_device)  # type: ignore[abstract]  # see `Owner`
-            fakes = _Fakes(operations, values, self.device)
+            fakes = _Fakes(operations, self.device)
             try:
                 twin, twins = _twin_of(model, named, self.dtypes, fakes)
                 stack.enter_context(operations)
@@ -199,7 +198,7 @@ class OfflineTracer:
                 raise CannotTrace(f"{type(error).__name__}: {reason}") from error
             return Foreseen(
                 owner.recorder.trace(),
-                values.branches,
+                operations.values.branches,
                 self._why_by_use(owner, touches if with_backward else None),
             )
 
@@ -218,7 +217,6 @@ class _Fakes:
     """Makes fake tensors of a device in the place of real ones, whose small values stay known."""
 
     operations: TrialOperations
-    values: KnownValues
     device: torch.device
 
     def of(self, value: Any) -> Any:
@@ -240,7 +238,7 @@ class _Fakes:
         """A fake tensor without history: on the device, or on the CPU where the real one is there."""
         on_cpu = tensor if tensor.is_meta else _on_cpu(tensor)
         alike = self.operations.fakes.from_tensor(tensor.detach() if self.device.type == tensor.device.type else on_cpu)
-        self.values.know(alike, on_cpu)
+        self.operations.values.know(alike, on_cpu)
         return alike
 
 
