@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from patrickstar.tracing.operations import TrialOperations
+from patrickstar.tracing.trial_operations import TrialOperations
 from patrickstar.tracing.trial_values import Endless
 
 SMALL, LIKELY, LARGE = 0.0, 0.5, 1.0

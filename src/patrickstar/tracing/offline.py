@@ -36,9 +36,9 @@ from patrickstar.torch_private import (
     top_saved_tensors_hooks,
 )
 from patrickstar.tracing.cast_inputs import cast_inputs
-from patrickstar.tracing.operations import TrialOperations
 from patrickstar.tracing.side_effects import CopiedFunctions, HooklessTensors, drop_hooks, no_side_effects
 from patrickstar.tracing.signature import leaves
+from patrickstar.tracing.trial_operations import TrialOperations
 from patrickstar.tracing.trial_values import Endless
 from patrickstar.tracing.twin import CannotTrace, Twin
 

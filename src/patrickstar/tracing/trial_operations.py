@@ -5,8 +5,7 @@ Note [Operations of one form]
     in Python what each of them gives. Here that is remembered by the operation, the forms of its tensors and its other operands: which of its results
     are operands, which are views of one, which are new, and of what forms.
     What is not a matter of forms alone is left to torch each time: operations that are not torch's own, operands or results that are no plain fake
-    tensors (real ones, those whose values torch keeps, conjugates), results that share memory with each other, and what gives an operand another
-    form or other memory.
+    tensors (real ones, those whose values torch keeps, conjugates), and what gives an operand another form or other memory.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ class _Made:
             if self.base is not None:
                 storage = given[self.base].untyped_storage()
                 made = torch.empty(0, dtype=self.dtype, device="meta")
-                made = made.set_(storage, self.offset, self.shape, self.stride).data  # type: ignore[call-overload]  # of version 0
+                made = made.set_(storage, self.offset, self.shape, self.stride).data  # of version 0
             else:
                 made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
                 if made.untyped_storage().nbytes() != self.nbytes:
@@ -119,13 +118,13 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What an operation gives: tensors that it makes, and numbers of those that there were. `kind`: of a list or tuple; None: it is one."""
+    """The results of an operation: tensors that it makes, and numbers of those that there were. `kind`: of a list or tuple; None: it is one."""
 
     kind: type | None
     results: Sequence[_Made | int | None]
 
     def again(self, tensors: Sequence[Tensor]) -> Any:
-        """The same for other tensors of the same forms."""
+        """The results once more, for other tensors of the same forms."""
         given: list[Any] = [*tensors]
         for one in self.results:
             given.append(one.again(given) if isinstance(one, _Made) else one if one is None else given[one])
@@ -133,7 +132,7 @@ class _Known:
 
 
 def _made(one: Any, given: Sequence[Any]) -> _Made | int | None:
-    """How an operation comes by one of its results."""
+    """The way in which an operation comes by one of its results."""
     if one is None:
         return None
     base = None

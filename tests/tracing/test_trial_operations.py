@@ -25,10 +25,10 @@ from patrickstar.core.trace import Trace
 from patrickstar.parameters.blocks import places_in
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.plan.touches import Touches, UseCounts
-from patrickstar.tracing import operations
+from patrickstar.tracing import trial_operations
 from patrickstar.tracing.missing import result_of
 from patrickstar.tracing.offline import OfflineTracer
-from patrickstar.tracing.operations import TrialOperations
+from patrickstar.tracing.trial_operations import TrialOperations
 
 WIDTH = 16
 
@@ -106,6 +106,18 @@ def test_what_changes_the_form_or_the_memory_of_an_operand_is_done_each_time() -
             assert x.shape == (3, 2)
             x.t_().set_(y)
             assert x.untyped_storage()._cdata == y.untyped_storage()._cdata
+
+
+def test_a_conjugate_is_one_each_time() -> None:
+    with TrialOperations(0.5):
+        z = torch.zeros(2, dtype=torch.complex64)
+        assert [z.conj().is_conj(), z.conj().conj().is_conj(), z.conj().is_conj()] == [True, False, True]
+
+
+def test_a_number_in_the_memory_of_several_has_that_each_time() -> None:
+    with TrialOperations(0.5):
+        losses = [F.mse_loss(torch.zeros(2, 3), torch.zeros(2, 3)) for _ in range(2)]
+        assert [loss.untyped_storage().nbytes() for loss in losses] == [24, 24]
 
 
 class Block(nn.Module):
@@ -259,7 +271,9 @@ def test_what_further_blocks_do_is_known(
     call: Callable[[Block, Tensor], Tensor], in_blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[Any] = []
-    monkeypatch.setattr(operations, "result_of", lambda func, *given: left.append(func) or result_of(func, *given))
+    monkeypatch.setattr(
+        trial_operations, "result_of", lambda func, *given: left.append(func) or result_of(func, *given)
+    )
     counts = []
     for count in (3, 9):
         left.clear()
