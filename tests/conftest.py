@@ -35,6 +35,7 @@ SLOW: Final = frozenset(
         "session/test_forecasts.py",
         "session/test_forward_changes.py",
         "session/test_frozen.py",
+        "session/test_generate.py",
         "session/test_gradient_homes.py",
         "session/test_hand_changes.py",
         "session/test_layerdrop.py",

@@ -97,8 +97,9 @@ def _bound(past: int, config: Any) -> int:
 
 def refused(refusal: BudgetError, kwargs: Mapping[str, Any]) -> BudgetError:
     """The refusal of a forward, with what a cache among its inputs has to do with it."""
-    cache, ids = kwargs.get(_NAME), next(filter(None.__ne__, map(kwargs.get, _IDS)), None)
-    if torch.is_grad_enabled() or not _is_known(cache) or not isinstance(ids, Tensor):
+    cache = kwargs.get(_NAME)
+    ids = next((one for one in map(kwargs.get, _IDS) if isinstance(one, Tensor)), None)
+    if torch.is_grad_enabled() or ids is None or not _is_known(cache):
         return refusal
     held = format_bytes(sum(tensor.nbytes for tensor in cache_tensors(kwargs)))
     lengths = (getattr(layer, "max_cache_len", 0) or layer.get_seq_length() for layer in _caches(cache)[0].layers)
