@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from patrickstar.checkpoint.shards import Shard, plan_shards, write_shard
+from patrickstar.checkpoint.shards import plan_shards, write_shard
 from patrickstar.checkpoint.staged_files import staged, sync_directory
 from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.checkpoint.weight_files import INDEX_FILE, STEM, WEIGHTS_FILE
@@ -61,15 +61,11 @@ def write_model(
         for shard in shards:
             write_shard(staging, staging.path, shard, read=read)
         if len(shards) > 1:
-            staging.write(staging.path / INDEX_FILE, _index(shards, nbytes))
+            weight_map = {entry.name: shard.file for shard in shards for entry in shard.entries}
+            index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
+            staging.write(staging.path / INDEX_FILE, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
         sync_directory(staging.path, io)
         _publish(staging.path, directory, {shard.file for shard in shards}, io)
-
-
-def _index(shards: Sequence[Shard], nbytes: int) -> bytes:
-    weight_map = {entry.name: shard.file for shard in shards for entry in shard.entries}
-    index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
-    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("utf-8")
 
 
 def _publish(temporary: Path, directory: Path, shards: set[str], io: FileIO) -> None:

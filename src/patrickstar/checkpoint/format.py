@@ -25,6 +25,7 @@ from patrickstar.errors import CheckpointError
 
 INDEX_NAME = "index.json"
 VALUES_NAME = "values.pt"
+LATEST_NAME = "latest"
 STEP_NAME = re.compile(r"step-([0-9]{8,20})")
 OLD_PREFIX = ".old-"
 MOST_INDEX_BYTES = 128 << 20

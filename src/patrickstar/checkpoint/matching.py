@@ -166,13 +166,10 @@ def _expect_same(files: WeightFiles, naming: Naming, one: Origin, other: Origin)
     def pieces(origin: Origin) -> Iterable[Tensor]:
         return [origin.read(files, naming).reshape(-1)] if whole else files.pieces(origin.parts[0], _PIECE_NUMEL)
 
-    for left, right in zip(pieces(one), pieces(other), strict=True):
-        if not torch.equal(_bits(left), _bits(right)):
+    for pair in zip(pieces(one), pieces(other), strict=True):
+        left, right = (t.float().view(torch.int32) if t.is_floating_point() else t for t in pair)
+        if not torch.equal(left, right):
             raise CheckpointError(
                 f"{files.path}: {some(one.parts, most=_SHOWN)} and {some(other.parts, most=_SHOWN)} differ, but are one tied tensor in the model: "
                 "build the model without tying them, or give weights that have it once"
             )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.float32).view(torch.int32) if tensor.is_floating_point() else tensor

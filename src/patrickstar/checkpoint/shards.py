@@ -11,7 +11,6 @@ import torch
 from patrickstar.checkpoint.header import encode_header
 from patrickstar.checkpoint.staged_files import StagedFiles
 from patrickstar.checkpoint.tensors import DTYPE_CODES, TensorEntry, bytes_of
-from patrickstar.checkpoint.writer import FileWriter
 from patrickstar.errors import ConfigError
 
 _MOST_TENSORS = 50_000  # so that no header comes near the 100 MB that readers accept
@@ -71,21 +70,17 @@ def write_shard(
     with staging.new_file(directory / shard.file) as writer:
         writer.append(memoryview(encode_header(shard.entries)))
         for entry in shard.entries:
-            _append_tensor(writer, entry, read(entry.name))
-
-
-def _append_tensor(writer: FileWriter, entry: TensorEntry, pieces: Iterable[torch.Tensor]) -> None:
-    nbytes = 0
-    try:
-        for piece in pieces:
-            assert piece.dtype == entry.dtype, f"{entry.name}: a piece of {piece.dtype}, declared as {entry.dtype}"
-            assert piece.dim() == 1, f"{entry.name}: a piece of shape {tuple(piece.shape)}, expected one dim"
-            data = bytes_of(piece)
-            nbytes += len(data)
-            assert nbytes <= entry.nbytes, f"{entry.name}: more pieces than {entry.shape} has elements"
-            writer.append(data)
-    finally:
-        # A generator may hold a chunk pinned; do not leave it to the garbage collector to let go.
-        if (close := getattr(pieces, "close", None)) is not None:
-            close()
-    assert nbytes == entry.nbytes, f"{entry.name}: pieces of {nbytes} bytes, declared as {entry.nbytes}"
+            pieces, nbytes = read(entry.name), 0
+            try:
+                for piece in pieces:
+                    assert piece.dtype == entry.dtype, f"{entry.name}: pieces of {piece.dtype}, not {entry.dtype}"
+                    assert piece.dim() == 1, f"{entry.name}: a piece of shape {tuple(piece.shape)}, expected one dim"
+                    data = bytes_of(piece)
+                    nbytes += len(data)
+                    assert nbytes <= entry.nbytes, f"{entry.name}: more pieces than {entry.shape} has elements"
+                    writer.append(data)
+            finally:
+                # A generator may hold a chunk pinned; do not leave it to the garbage collector to let go.
+                if (close := getattr(pieces, "close", None)) is not None:
+                    close()
+            assert nbytes == entry.nbytes, f"{entry.name}: pieces of {nbytes} bytes, declared as {entry.nbytes}"

@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 
 from patrickstar.checkpoint.extra import Saved, take_values, write_values
-from patrickstar.checkpoint.find import LATEST_NAME, is_complete, step_directories
-from patrickstar.checkpoint.format import INDEX_NAME, OLD_PREFIX, VALUES_NAME, Index, encode_index
+from patrickstar.checkpoint.find import is_complete, step_directories
+from patrickstar.checkpoint.format import INDEX_NAME, LATEST_NAME, OLD_PREFIX, VALUES_NAME, Index, encode_index
 from patrickstar.checkpoint.shards import plan_shards, write_shard
 from patrickstar.checkpoint.staged_files import aside, remove, staged, sync_directory
 from patrickstar.checkpoint.tensors import TensorEntry

@@ -16,7 +16,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from patrickstar.checkpoint.format import INDEX_NAME, MOST_INDEX_BYTES
+from patrickstar.checkpoint.format import INDEX_NAME, LATEST_NAME, MOST_INDEX_BYTES
 from patrickstar.checkpoint.source import read_small
 from patrickstar.checkpoint.tensor_files import TensorFiles
 from patrickstar.config.json_file import parse_json
@@ -28,7 +28,6 @@ STEM = "model"
 WEIGHTS_FILE = f"{STEM}.safetensors"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_LATEST = "latest"
 _SHARD = Kind(
     "the name of a safetensors file",
     lambda v: isinstance(v, str) and Path(v).name == v and v.endswith(".safetensors"),
@@ -87,7 +86,7 @@ def _read_index(path: Path, io: FileIO) -> dict[str, str]:
 
 def _nothing_there(path: Path, names: list[str]) -> str:
     told = f"{path}: holds neither {WEIGHTS_FILE} nor {INDEX_FILE}"
-    if _LATEST in names or INDEX_NAME in names:
+    if LATEST_NAME in names or INDEX_NAME in names:
         return f"{told}; it is a checkpoint of this library: session.load_checkpoint takes it"
     if tensors := [name for name in names if name.endswith(".safetensors")]:
         return f"{told}, but {tensors[0]}: name that file itself" + (

@@ -15,8 +15,6 @@ from patrickstar.config.settings import EngineSettings, OptimizerSettings
 from patrickstar.errors import ConfigError
 
 _PRECISIONS: Final = ("fp16.enabled", "bf16.enabled", "bfloat16.enabled", "patrickstar.precision")
-_OFFLOAD: Final = ("zero_optimization.offload_param", "zero_optimization.offload_optimizer")
-_DISKS: Final = (*_OFFLOAD, "client.nvme_base_dir", "patrickstar.disk")
 # The key that says what a flag says; and others that a flag stands in the place of, sections as a whole.
 _KEYS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -30,7 +28,7 @@ _KEYS: Final[Mapping[str, str]] = MappingProxyType(
 )
 _OTHERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "disk": _DISKS,
+        "disk": ("client.nvme_base_dir", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"),
         "host_memory": ("client.mem_tracer.overall_cpu_mem_ratio",),
         "precision": _PRECISIONS,
         "schedule": ("scheduler",),

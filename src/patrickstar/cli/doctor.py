@@ -124,12 +124,11 @@ def _processor() -> Iterator[Finding]:
     yield Finding("threads", f"{threads} of {cores} cores", {"torch": threads, "cores": cores}, advice)
     isa = torch.backends.cpu.get_cpu_capability()
     yield Finding("instructions", isa, isa)
-    kernel, why = "torch", ""
     try:
         choose_kernel()
+        yield Finding("optimizer kernel", "torch", "torch")
     except DeviceError as error:
-        kernel, why = "", str(error)
-    yield Finding("optimizer kernel", kernel or "none", kernel or None, why)
+        yield Finding("optimizer kernel", "none", None, str(error))
 
 
 def _memory() -> Iterator[Finding]:

@@ -53,18 +53,14 @@ def manage_arguments(arguments: MemoryOptions) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in names}
 
 
-def predicted(forecast: Forecast) -> dict[str, Any]:
-    """The part that every report has: peak by tier; of one step, bytes by link and (later) seconds."""
+def forecast_row(forecast: Forecast) -> dict[str, Any]:
+    """The entries that every report has about a forecast; what is predicted of one step: peak by tier, bytes by link and (later) seconds."""
     peak = dict(forecast.peak)
     if forecast.fits:
         peak["host"] += forecast.beside_bytes
-    return {"peak": peak, "moved": dict(forecast.moved), "step_seconds": None}
-
-
-def forecast_row(forecast: Forecast) -> dict[str, Any]:
-    """The entries that every report has about a forecast."""
+    predicted = {"peak": peak, "moved": dict(forecast.moved), "step_seconds": None}
     numbers = {"parameters": forecast.parameters, "model_data_bytes": forecast.model_data_bytes}
-    return {**numbers, "predicted": predicted(forecast)}
+    return {**numbers, "predicted": predicted}
 
 
 def start_row(forecast: Forecast) -> dict[str, Any]:

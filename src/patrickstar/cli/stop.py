@@ -10,11 +10,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, MappingProxyType
+from types import FrameType
 from typing import Final
 
-# What a shell reports for a process that such a signal ended.
-STATUS: Final = MappingProxyType({signal.SIGINT: 130, signal.SIGTERM: 143})
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(BaseException):
@@ -39,7 +38,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         # Python runs handlers in the main thread only; elsewhere whoever owns that thread decides what a signal does.
         if threading.current_thread() is threading.main_thread():
-            for number in STATUS:
+            for number in SIGNALS:
                 self._previous[number] = signal.signal(number, self._receive)
         return self
 
@@ -57,7 +56,7 @@ class StopSignals:
             self._deferred = None
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
-        status = STATUS[signal.Signals(number)]
+        status = 128 + number  # what a shell reports for a process that the signal ended
         if self._deferred is None or self.requested is not None:
             raise Stopped(status)
         self.requested = status

@@ -143,10 +143,10 @@ class AdamW(_DefinedUpdate, torch.optim.AdamW):
         fused: bool | None = None,  # noqa: ARG002  torch's name, without effect
         states: str = "exact",
     ) -> None:
-        flags = _checked(
-            states, amsgrad=amsgrad, maximize=maximize, capturable=capturable, differentiable=differentiable
-        )
-        torch.optim.AdamW.__init__(self, params, lr, betas, eps, weight_decay, **flags)
+        refuse(_STATES.problems("states", states), of="AdamW")
+        flags = {"maximize": maximize, "capturable": capturable, "differentiable": differentiable}
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **flags)
+        refuse_unsupported(self.defaults)
 
 
 class Adam(_DefinedUpdate, torch.optim.Adam):
@@ -169,18 +169,11 @@ class Adam(_DefinedUpdate, torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         states: str = "exact",
     ) -> None:
-        flags = _checked(
-            states, amsgrad=amsgrad, maximize=maximize, capturable=capturable, differentiable=differentiable
-        )
-        torch.optim.Adam.__init__(
-            self, params, lr, betas, eps, weight_decay, decoupled_weight_decay=decoupled_weight_decay, **flags
-        )
-
-
-def _checked(states: str, **flags: bool) -> dict[str, Any]:
-    refuse_unsupported(flags)
-    refuse(_STATES.problems("states", states), of="optimizer")
-    return flags
+        refuse(_STATES.problems("states", states), of="Adam")
+        flags = {"maximize": maximize, "capturable": capturable, "differentiable": differentiable}
+        flags["decoupled_weight_decay"] = decoupled_weight_decay
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **flags)
+        refuse_unsupported(self.defaults)
 
 
 def _check(parameter: torch.Tensor) -> None:

@@ -240,10 +240,8 @@ class ManagedOptimizer(torch.optim.Optimizer):
 
     def _add_state(self, _: object, state_dict: dict[str, Any]) -> None:
         """Gives what torch writes, which are the groups, the state that the target has."""
-        states, groups = (
-            self._target.optimizer_states(),
-            zip(self.param_groups, state_dict["param_groups"], strict=True),
-        )
+        states = self._target.optimizer_states()
+        groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
         numbers = {n: id(p) for group, packed in groups for p, n in zip(group["params"], packed["params"], strict=True)}
         names = {number: self._names[parameter] for number, parameter in numbers.items()}
         state_dict["state"] = {number: states[name].to_torch() for number, name in names.items() if name in states}

@@ -70,7 +70,7 @@ def test_the_interpreters_fma_rounds_once(special: bool) -> None:
         ({"grad": torch.zeros(8, device="meta")}, "several devices"),
         ({"grad": torch.zeros(16)[::2]}, "contiguous"),
         ({"grad": torch.zeros(2, 4)}, "flat"),
-        ({"exp_avg": torch.zeros(8, dtype=torch.bfloat16)}, "averages of"),
+        ({"exp_avg": torch.zeros(8, dtype=torch.bfloat16)}, "states of"),
         ({"weight": torch.zeros(8, dtype=torch.bfloat16)}, "a weight of"),
         ({"rest": torch.zeros(8, dtype=torch.int16)}, "a weight of"),
         ({"step": 0}, "step 0"),
