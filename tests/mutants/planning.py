@@ -13,17 +13,17 @@ DISK = "tests/plan/test_overlap_disk.py"
 REPEATS = "tests/plan/test_repeats.py"
 
 PLANNING: tuple[Mutant, ...] = (
-    Fault("what-an-update-still-uses-leaves-the-host", "plan.overlap_disk:_OverlapDisk._move").by(
+    Fault("what-an-update-still-uses-leaves-the-host", "plan.overlap:_Overlap._by_unit").by(
         drop("pop"), f"{DISK}::test_updates_on_the_host_have_what_they_use_until_they_are_over"
     ),
-    Fault("more-is-read-ahead-than-the-host-has-room-for", "plan.overlap_disk:_OverlapDisk._move").by(
+    Fault("more-is-read-ahead-than-the-host-has-room-for", "plan.overlap:_Overlap._arrive").by(
         drop("_free.add"), f"{DISK}::test_no_more_is_read_ahead_than_the_host_has_slots_for"
     ),
-    Fault("what-is-read-ahead-has-no-room-at-the-moment-that-needs-it", "plan.overlap_disk:_OverlapDisk._move").by(
-        never("slots"), f"{DISK}::test_what_goes_down_at_the_moment_itself_has_its_slots_there"
+    Fault("what-is-read-ahead-has-no-room-at-the-moment-that-needs-it", "plan.overlap:_Overlap._arrive").by(
+        never("_fits"), f"{DISK}::test_what_goes_down_at_the_moment_itself_has_its_slots_there"
     ),
-    Fault("what-is-written-on-the-host-is-written-back-before", "plan.overlap_disk:_OverlapDisk.plan").by(
-        never("HOST"),
+    Fault("what-is-written-on-the-host-is-written-back-before", "plan.overlap:_Overlap._all_pins").by(
+        assign("used", "[]", nth=1),
         f"{OVERLAP}::test_so_do_those_of_plans_that_use_units_on_the_host",
         f"{DISK}::test_what_only_the_host_has_is_written_back_after_its_last_use_and_leaves_halfway",
     ),
@@ -118,12 +118,13 @@ PLANNING: tuple[Mutant, ...] = (
         without("landing.get(ref) is not compute"),
         f"{ROOM_TESTS}::test_what_is_on_its_way_is_waited_for_and_not_fetched_again",
     ),
-    Fault("a-unit-that-is-written-again-is-written-back-early", "plan.overlap:_Overlap._leaving").by(
-        assign("begins", "max(index - self._ahead, 0)"),
+    Fault("a-unit-that-is-written-again-is-written-back-early", "plan.overlap:_Overlap._complete_from").by(
+        without("self._written.get(ref, -1) + 1"),
         f"{OVERLAP}::test_a_write_back_begins_after_the_last_write_and_ends_halfway_to_the_use_of_its_slots",
+        "tests/plan/test_weave.py::test_a_gradient_goes_down_early_and_not_before_it_is_complete",
     ),
     Fault("a-drop-comes-before-the-wait-of-its-write-back", "plan.overlap:_Overlap._drop_early").by(
-        replace("self._moved[at].drops += ends", "self._moved[at].drops += ends[::-1]"),
+        replace("self._moved[at].drops += one.ends", "self._moved[at].drops += one.ends[::-1]"),
         f"{OVERLAP}::test_a_write_back_begins_after_the_last_write_and_ends_halfway_to_the_use_of_its_slots",
     ),
     Fault("what-comes-early-takes-slots-that-others-use", "plan.free_slots:FreeSlots.enough_from").by(
@@ -134,10 +135,10 @@ PLANNING: tuple[Mutant, ...] = (
         f"{OVERLAP}::test_what_leaves_clean_leaves_after_its_last_use_where_its_slots_are_taken_early",
     ),
     Fault("a-unit-is-fetched-before-it-has-left", "plan.overlap:_Overlap._arrive").by(
-        without("self._since.get(ref, 0)"), f"{OVERLAP}::test_what_is_written_on_the_host_comes_after_that"
+        assign("first", "self._last_issue"), f"{OVERLAP}::test_what_is_written_on_the_host_comes_after_that"
     ),
     Fault("transfers-are-earlier-than-they-may-be", "plan.overlap:_Overlap._arrive").by(
-        assign("first", "max(index - self._ahead - 1, 0, self._last_issue, self._since.get(ref, 0))"),
+        assign("first", "max(index - self._ahead - 1, 0, self._last_issue)"),
         f"{OVERLAP}::test_no_more_moments_ahead_than_are_allowed",
     ),
     Fault("a-flight-is-forgotten-at-the-end-of-a-stretch", "plan.residency:Residency.snapshot").by(

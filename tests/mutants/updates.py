@@ -91,11 +91,6 @@ UPDATES: tuple[Mutant, ...] = (
     Fault("states-that-find-room-on-the-device-are-counted-once-for-all", "plan.update_choice:choose_tiers").by(
         drop("room -= states"), f"{HOST}::test_the_rule_gives_the_device_what_finds_room_and_the_host_what_it_can_do"
     ),
-    Fault("a-gradient-goes-down-before-it-is-complete", "plan.overlap:_Overlap._goes_down").by(
-        without("self._written.get(ref, -1) + 1"),
-        "tests/plan/test_overlap.py::test_so_do_those_of_plans_that_use_units_on_the_host",
-        f"{WEAVE}::test_a_gradient_goes_down_early_and_not_before_it_is_complete",
-    ),
     Fault("a-new-gradient-comes-home-while-the-last-one-is-used-there", "plan.residency:_copy").by(
         drop("_expect_unused"), f"{RESIDENCY}::test_what_an_update_on_the_host_uses_is_not_written_over"
     ),

@@ -13,8 +13,7 @@ from patrickstar.errors import BudgetError
 from patrickstar.plan.actions import Action, Drop, Issue, Wait, WorkKind, is_copy
 from patrickstar.plan.eviction import POLICIES
 from patrickstar.plan.make import make_plan
-from patrickstar.plan.overlap import overlap
-from patrickstar.plan.overlap_disk import overlap_disk
+from patrickstar.plan.overlap import overlap, overlap_disk
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.simulate import simulate

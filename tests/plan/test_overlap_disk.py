@@ -9,7 +9,7 @@ from patrickstar.core.formats import FP32
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD
 from patrickstar.plan.make import make_plan
-from patrickstar.plan.overlap_disk import overlap_disk
+from patrickstar.plan.overlap import overlap_disk
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import gradients_freed, on_tiers
 from patrickstar.plan.weave import weave

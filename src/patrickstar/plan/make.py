@@ -18,8 +18,7 @@ from patrickstar.plan.actions import Action, Issue, Wait
 from patrickstar.plan.eviction import POLICIES, Ranking, Uses
 from patrickstar.plan.fit import expect_room, refuse_host, worst_moment
 from patrickstar.plan.make_room import capacity_of, make_room
-from patrickstar.plan.overlap import overlap
-from patrickstar.plan.overlap_disk import overlap_disk
+from patrickstar.plan.overlap import overlap, overlap_disk
 from patrickstar.plan.placement import refuse_unless_homes_fit
 from patrickstar.plan.plan import Plan, frees_by_moment
 from patrickstar.plan.residency import Residency, apply, mark_moment

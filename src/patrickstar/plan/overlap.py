@@ -18,8 +18,9 @@ moments, and nothing else changes:
 The wait for an arrival stays at its use, and that for a write-back comes halfway between its issue and the use of the slots: what leaves has as much
 time as what comes. Copies into one tier are issued in the order in which they are needed. Slots in use never exceed what the moment leaves them.
 
-Only transfers between the tier that computes and the one below it are moved; those between host and disk below a device are the matter of
-`plan/overlap_disk.py`.
+That is between the tier that computes and the one below it. Below a device the first three are then done between host and disk as well: what rests on
+the disk comes to the host before it is needed, and what leaves the host does so halfway, whether something needs the slots or not. Who only reads
+what the device has needs nothing of the host. The way between host and device stays as it is: it takes the shorter time of the two.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import NamedTuple
 
 from patrickstar.core.machine import Tier
@@ -38,6 +40,7 @@ from patrickstar.plan.free_slots import FreeSlots
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency, apply
 from patrickstar.plan.snapshot import Snapshot
+from patrickstar.plan.works import units_of
 
 _TIERS = tuple(Tier)
 
@@ -51,7 +54,17 @@ def overlap(plan: Plan, trace: Trace, *, moments_ahead: int | None, goes_down: C
     issued = (action.work.kind for action in plan.actions() if isinstance(action, Issue))
     if moments_ahead == 0 or not (goes_down or any(kind is not WorkKind.CREATE for kind in issued)):
         return plan
-    return _Overlap(plan, trace, len(trace) if moments_ahead is None else moments_ahead).plan(goes_down)
+    ahead = len(trace) if moments_ahead is None else moments_ahead
+    return _Overlap(plan, trace, ahead, plan.start.compute).plan(goes_down)
+
+
+def overlap_disk(plan: Plan, trace: Trace, *, moments_ahead: int | None) -> Plan:
+    """The plan with its transfers between host and disk below a device at most so many moments earlier; None: as early as they can be."""
+    if moments_ahead == 0 or plan.start.compute is Tier.HOST or Tier.DISK not in plan.start.home.values():
+        return plan
+    ahead = len(trace) if moments_ahead is None else moments_ahead
+    moments = _Overlap(plan, trace, ahead, Tier.HOST).moved()
+    return replace(plan, moments=tuple(map(tuple, moments)))
 
 
 @dataclass(slots=True)
@@ -73,94 +86,125 @@ class _Leaving(NamedTuple):
 
 
 class _Overlap:
-    """One plan, moment by moment."""
+    """One plan, moment by moment: its transfers between a tier and the one below it."""
 
-    def __init__(self, plan: Plan, trace: Trace, ahead: int) -> None:
+    def __init__(self, plan: Plan, trace: Trace, ahead: int, upper: Tier) -> None:
         self._plan = plan
         self._trace = trace
         self._ahead = ahead
-        self._compute, self._slots = plan.start.compute, plan.start.slots
-        self._below = self._compute.below
+        self._upper, self._below = upper, upper.below
+        self._is_between = upper is not plan.start.compute  # the host, between a device and the disk
+        self._home, self._slots = plan.start.home, plan.start.slots
 
         self._moved: dict[int, _Moved] = defaultdict(_Moved)
+        self._level: list[int] = []  # slots in use as each moment begins, as the plan is
+        self._capacity: list[int] = []  # slots that there are at each
         self._free = FreeSlots(self._free_slots())
         self._pins = self._all_pins()
         # What leaves at a moment, and when it has left.
-        self._dropped: dict[int, dict[PlaneRef, int]] = defaultdict(dict)
+        self._dropped: dict[int, list[Action]] = defaultdict(list)
         self._written: dict[PlaneRef, int] = {}
-        self._since: dict[PlaneRef, int] = {}  # the moment from which a unit's contents are below, and it is not here
-        self._landed: dict[PlaneRef, int] = {}  # the moment before which a unit's last transfer has been waited for
         self._last_issue = 0
 
     def plan(self, goes_down: Collection[PlaneRef]) -> Plan:
-        by_unit = [_by_unit(actions) for actions in self._plan.moments]
+        moments = self.moved()
+        self._wait_for_updates_late(moments)
+        end = self._descend(moments, goes_down) if goes_down else self._plan.end
+        return replace(self._plan, moments=tuple(map(tuple, moments)), end=end)
+
+    def moved(self) -> list[list[Action]]:
+        by_unit = [self._by_unit(actions) for actions in self._plan.moments]
         for index, units in enumerate(by_unit):
             self._drop_unused(index, units)
         kept = []
         for index, moment in enumerate(self._trace.moments):
-            kept.append(self._move(index, by_unit[index]) if by_unit[index] else [])
-            for ref, writes, tier in moment.touches:
-                if writes:
-                    self._written[ref] = index
-                if tier not in (None, self._compute):
-                    self._since[ref] = index + 1
-        moments = [self._together(index, own) for index, own in enumerate(kept)]
-        self._wait_for_updates_late(moments)
-        end = self._descend(moments, goes_down) if goes_down else self._plan.end
-        return replace(self._plan, moments=tuple(map(tuple, moments)), end=end)
+            kept.append(self._move(index, by_unit[index]))
+            self._written.update((touch.ref, index) for touch in moment.touches if touch.writes)
+        return [self._together(index, own) for index, own in enumerate(kept)]
+
+    def _by_unit(self, actions: Iterable[Action]) -> dict[PlaneRef, list[Action]]:
+        """What a moment has of each unit, but for drops from other tiers."""
+        found: dict[PlaneRef, list[Action]] = {}
+        for action in actions:
+            if not isinstance(action, Drop) or action.tier is self._upper:
+                found.setdefault(action.of, []).append(action)
+        for ref in self._updated(actions):  # it is not to be had before it
+            found.pop(ref, None)
+        return found
+
+    def _updated(self, actions: Iterable[Action]) -> list[PlaneRef]:
+        """What updates have used that are over with a moment: between the tiers where they are waited for later than they begin."""
+        waits = (action.work for action in actions if self._is_between and isinstance(action, Wait))
+        over = (work for work in waits if work.kind is WorkKind.UPDATE)
+        return [ref for work in over for ref in units_of(Issue(work), self._home)]
 
     def _descend(self, moments: list[list[Action]], goes_down: Collection[PlaneRef]) -> Snapshot:
         """Has these units begin to go down once they have been written for the last time; where everything is at the end."""
         state = Residency.of(self._plan.end)
         for ref in sorted(goes_down, key=lambda ref: (self._written.get(ref, -1), ref)):
-            if state.is_dirty(ref, self._compute) and not state.flight(ref) and state.home[ref] is self._below:
-                at = self._not_pinned(ref, max(len(moments) - self._ahead, self._written.get(ref, -1) + 1, 0))
+            if state.is_dirty(ref, self._upper) and not state.flight(ref) and state.home[ref] is self._below:
+                at = self._complete_from(ref, len(moments))
                 if at < len(moments):
-                    down = Issue.copy(ref, self._compute, self._below, self._slots[ref])
+                    down = Issue.copy(ref, self._upper, self._below, self._slots[ref])
                     moments[at].append(down)
                     apply(state, down)
         return state.snapshot()
 
     def _all_pins(self) -> dict[PlaneRef, list[int]]:
-        """The moments at which each unit is used."""
+        """The moments at which each unit is used on the tier, or something is done with it."""
         pins: dict[PlaneRef, list[int]] = defaultdict(list)
         freed_after = self._plan.freed_after()
         for index, moment in enumerate(self._trace.moments):
-            used = (*moment.held, *(touch.ref for touch in moment.touches), *freed_after.get(index, ()))
-            for ref in dict.fromkeys(used):
+            if self._is_between:
+                used = [touch.ref for touch in moment.touches if touch.writes or touch.tier is self._upper]
+            else:
+                used = [*moment.held, *(touch.ref for touch in moment.touches)]
+            actions = self._plan.moments[index]
+            done = [*(action.of for action in actions), *self._updated(actions)]
+            for ref in dict.fromkeys((*used, *freed_after.get(index, ()), *done)):
                 pins[ref].append(index)
         return pins
 
+    def _taken(self, action: Action) -> int:
+        """Slots that an action takes of the tier: what is at home on the host takes none there."""
+        return 0 if self._is_between and self._home.get(action.of) is self._upper else slots_taken(action, self._upper)
+
     def _free_slots(self) -> list[int]:
-        """Slots of the tier that computes that each moment leaves free, with what comes before it, as the plan is."""
-        plan, used, free = self._plan, self._plan.start.slots_used, []
-        budget = plan.machine.budget[self._compute]
-        for moment, actions in zip(self._trace.moments, plan.moments, strict=True):
+        """Slots of the tier that each moment leaves free, with what comes before it, as the plan is."""
+        start, free = self._plan.start, []
+        budget, used = self._plan.machine.budget[self._upper], sum(start.slots[ref] for ref in start.taken[self._upper])
+        resting = sum(start.slots[ref] for ref, home in start.home.items() if self._is_between and home is self._upper)
+        for moment, actions in zip(self._trace.moments, self._plan.moments, strict=True):
+            self._level.append(used)
             peak = 0  # something may come before something else has left
             for action in actions:
-                taken = slots_taken(action, self._compute)
+                taken = self._taken(action)
                 used += taken
                 if taken > 0 and used > peak:
                     peak = used
-            free.append((budget - moment.nonmodel_bytes) // plan.start.slot_bytes - max(peak, used))
+            others = 0 if self._is_between else moment.nonmodel_bytes
+            self._capacity.append((budget - others) // start.slot_bytes - resting)
+            free.append(self._capacity[-1] - max(peak, used))
         return free
 
     def _move(self, index: int, by_unit: dict[PlaneRef, list[Action]]) -> list[Action]:
         """Moves what can be moved from a moment to earlier ones; what stays."""
         coming, going, leaving = self._transfers(index, by_unit)
+        gone, first = self._dropped[index], index
         for one in leaving:
             self._free.add(one.copy.slots, one.earliest, index)  # if they are needed
-        early = [(at, copy) for copy in coming if (at := self._arrive(copy.of, index)) < index]
-        self._since.update(dict.fromkeys(by_unit, index))
-        gone = self._drop_early(leaving, min((at for at, _ in early), default=index), index)
-        for ref, at in self._dropped[index].items():
-            gone += by_unit[ref]
-            self._since[ref] = at
-        for at, copy in early:
-            gone.append(copy)
-            self._moved[at].copies.append(copy)
+        if self._is_between:
+            gone += self._drop_early(leaving, 0, index)
+        for copy in coming:
+            at = self._arrive(copy, index, gone)
+            if at < index:
+                gone.append(copy)
+                self._moved[at].copies.append(copy)
+                first = min(first, at)
+        if not self._is_between:
+            gone += self._drop_early(leaving, first, index)
         for copy in going:
-            at = self._goes_down(copy.of, index)
+            at = self._complete_from(copy.of, index)
             if at < index:
                 gone.append(copy)
                 self._moved[at].write_backs.append(copy)
@@ -170,25 +214,25 @@ class _Overlap:
     def _transfers(
         self, index: int, by_unit: dict[PlaneRef, list[Action]]
     ) -> tuple[list[Issue], list[Issue], list[_Leaving]]:
-        """The transfers of a moment from the tier below, those to it, and those of what leaves: of units with which nothing else is done then."""
+        """The transfers with which a moment begins for a unit: from the tier below; to it, if no more is done with the unit; those of what leaves."""
         coming, going, leaving = list[Issue](), list[Issue](), list[_Leaving]()
         for ref, own in by_unit.items():
             copy, last = own[0], own[-1]
             if isinstance(last, Issue):  # a creation: it alone is not waited for
                 self._written[ref] = index
             elif is_copy(copy) and own[1] == Wait(copy.work):
-                if copy.work.tier is self._compute and len(own) == 2:
+                if copy.work.tier is self._upper and copy.src is self._below:
                     coming.append(copy)
-                elif copy.src is self._compute and self._plan.start.home[ref] is self._below:
-                    if len(own) == 2:
+                elif copy.work.tier is self._below and self._home[ref] is self._below:
+                    if len(own) == 2 and ref not in self._plan.start.in_flight:
                         going.append(copy)
-                    elif (found := self._leaving(copy, own[1:], index)) is not None:
+                    elif len(own) == 3 and (found := self._leaving(copy, own[1:], index)) is not None:
                         leaving.append(found)
         return coming, going, leaving
 
     def _leaving(self, copy: Issue, ends: list[Action], index: int) -> _Leaving | None:
         """A unit that is written back directly to the tier below at a moment, and dropped; None where it can go no earlier."""
-        begins = self._not_pinned(copy.of, max(index - self._ahead, self._written.get(copy.of, -1) + 1, 0))
+        begins = self._complete_from(copy.of, index)
         if begins >= index:
             return None
         return _Leaving(copy, ends, max(self._unused_from(copy.of, index), (begins + index + 1) // 2), begins)
@@ -203,53 +247,53 @@ class _Overlap:
         """Has what leaves at a moment without a transfer leave when it has been used for the last time."""
         for ref, own in by_unit.items():
             drop = own[0]
-            if len(own) == 1 and isinstance(drop, Drop) and drop.tier is self._compute:
-                # What was on its way as the plan began may land where nobody uses it.
-                at = max(self._unused_from(ref, index), self._landed.get(ref, 0))
+            if len(own) == 1 and isinstance(drop, Drop):
+                at = self._unused_from(ref, index)
                 if at < index:
                     self._free.add(drop.slots, at, index)
                     self._moved[at].drops.append(drop)
-                    self._dropped[index][ref] = at
-            elif ref in self._plan.start.in_flight:
-                self._landed[ref] = index + 1
+                    self._dropped[index].append(drop)
 
-    def _goes_down(self, ref: PlaneRef, index: int) -> int:
-        """The moment at which a unit that is used below, and stays, can begin to go there; the same moment where it cannot earlier."""
-        if ref in self._plan.start.in_flight:
-            return index
-        return min(self._not_pinned(ref, max(index - self._ahead, self._written.get(ref, -1) + 1, 0)), index)
-
-    def _not_pinned(self, ref: PlaneRef, first: int) -> int:
-        """The first moment, from this on, at which nobody has a unit's address."""
-        pins = self._pins[ref]
+    def _complete_from(self, ref: PlaneRef, index: int) -> int:
+        """The first moment at which a unit can begin to go down: it is not written until this one, and nobody has its address."""
+        if self._is_between:
+            return self._unused_from(ref, index)
+        pins, first = self._pins[ref], max(index - self._ahead, self._written.get(ref, -1) + 1, 0)
         at = bisect_left(pins, first)
         while at < len(pins) and pins[at] == first:
             first, at = first + 1, bisect_right(pins, first)
         return first
 
-    def _arrive(self, ref: PlaneRef, index: int) -> int:
+    def _arrive(self, copy: Issue, index: int, gone: Iterable[Action]) -> int:
         """The first moment from which on a unit that comes has its slots free until this one; they are taken then."""
-        at = index
-        if ref not in self._plan.start.in_flight:
-            first = max(index - self._ahead, self._last_issue, self._since.get(ref, 0))
-            at = self._free.enough_from(self._slots[ref], min(first, index), index)
-            self._free.add(-self._slots[ref], at, index)
+        if self._is_between and not self._fits(copy, index, set(map(id, gone))):
+            return index
+        first = max(self._last_issue, self._unused_from(copy.of, index))
+        at = self._free.enough_from(copy.slots, min(first, index), index)
+        self._free.add(-copy.slots, at, index)
         self._last_issue = max(self._last_issue, at)
         return at
+
+    def _fits(self, copy: Issue, index: int, gone: Collection[int]) -> bool:
+        """Tells whether there are slots for a copy before all that a moment has before it, where these actions have been moved away."""
+        actions = self._plan.moments[index]
+        level = peak = self._level[index] + sum(self._taken(action) for action in actions if id(action) in gone)
+        for action in takewhile(lambda action: action is not copy, actions):
+            level += 0 if id(action) in gone else self._taken(action)
+            peak = max(peak, level)
+        return peak + copy.slots <= self._capacity[index]
 
     def _drop_early(self, leaving: Iterable[_Leaving], first: int, index: int) -> list[Action]:
         """Notes what is written back early, and what leaves early, from when on something needs its slots; the actions that are moved."""
         gone = list[Action]()
         for one in leaving:
-            copy, ends = one.copy, one.ends
-            self._moved[one.write_back].write_backs.append(copy)
-            gone.append(copy)
+            self._moved[one.write_back].write_backs.append(one.copy)
+            gone.append(one.copy)
             at = max(one.earliest, first)
-            self._free.add(-copy.slots, one.earliest, at)
+            self._free.add(-one.copy.slots, one.earliest, min(at, index))
             if at < index:
-                self._moved[at].drops += ends
-                gone += ends
-            self._since[copy.of] = at
+                self._moved[at].drops += one.ends
+                gone += one.ends
         return gone
 
     def _together(self, index: int, kept: list[Action]) -> list[Action]:
@@ -257,7 +301,7 @@ class _Overlap:
         moved = self._moved.get(index)
         if moved is None:
             return kept
-        arrivals = (WorkKind.COPY, self._compute)
+        arrivals = (WorkKind.COPY, self._upper)
         waits = (
             number
             for number, action in enumerate(kept)
@@ -281,13 +325,13 @@ class _Overlap:
                 gradient = PlaneRef(wait.of.chunk, GRAD)
                 drop_at = min(at, later.drops.get(gradient, at))
                 # Where it is updated, slots that stay would be memory that a step needs without need.
-                at = drop_at if tier is self._compute else self._drop_late(gradient, drop_at, at, moments)
+                at = drop_at if tier is self._upper else self._drop_late(gradient, drop_at, at, moments)
                 if index < at:
                     moments[at].insert(0, actions.pop())
                     own = [other for other in actions if other.of == gradient]
                     if own[-1:] == [Wait.copy(gradient, tier)]:
                         actions.remove(own[-1])
-            later.note(index, moment, actions, self._compute)
+            later.note(index, moment, actions, self._upper)
 
     def _drop_late(self, ref: PlaneRef, index: int, at: int, moments: list[list[Action]]) -> int:
         """Has a unit's slots given back at a later moment than this one, if there are enough without them; when they are, if that is not later."""
@@ -295,7 +339,7 @@ class _Overlap:
         if at == index or self._free.enough_from(slots, index, at) > index:
             return index
         self._free.add(-slots, index, at)
-        drop = Drop(ref, self._compute, slots)
+        drop = Drop(ref, self._upper, slots)
         moments[index].remove(drop)
         moments[at].insert(0, drop)
         return at
@@ -339,10 +383,3 @@ class _Later:
         if ref.plane == GRAD:  # it may be on its way, and its slots at either end be taken
             at = min(at, *(self._taken.get((ref, other), last) for other in _TIERS))
         return at
-
-
-def _by_unit(actions: Iterable[Action]) -> dict[PlaneRef, list[Action]]:
-    found: dict[PlaneRef, list[Action]] = {}
-    for action in actions:
-        found.setdefault(action.of, []).append(action)
-    return found
