@@ -63,9 +63,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "slow" in item.keywords)
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """torch computes on one thread in every test."""
+    """torch computes on one thread in every test, whatever the one before has set: tiny operations gain nothing from a second."""
     import torch
 
     torch.set_num_threads(1)

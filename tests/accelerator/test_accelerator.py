@@ -449,3 +449,19 @@ def test_the_driver_shares_the_capacity_with_torch(accelerator: Accelerator) -> 
 def test_the_driver_refuses_what_makes_no_sense(at: int, nbytes: int, why: str, addresses: DeviceAddresses) -> None:
     with pytest.raises(DeviceError, match=why):
         addresses.map(at, nbytes)
+
+
+def test_shapes_that_are_kept_are_those_of_the_very_call() -> None:
+    calls = [
+        lambda m: m * 2,
+        lambda m: m * 2.0,
+        lambda m: m.t() * 2,
+        lambda m: m.double() * 2,
+        lambda m: m.sum(0),
+        lambda m: m.sum(1),
+        lambda m: torch.cat([m, m]),
+        lambda m: torch.cat([m, m, m]),
+    ]
+    for call in calls * 2:
+        want, got = call(torch.arange(12).view(3, 4)), call(torch.arange(12, device="cuda").view(3, 4))
+        assert (want.dtype, want.stride(), want.tolist()) == (got.dtype, got.stride(), got.tolist())

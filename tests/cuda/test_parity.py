@@ -10,17 +10,21 @@ from __future__ import annotations
 import gc
 import logging
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import patrickstar
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.session.start import set_up
+from patrickstar.tracing.offline import Foreseen, OfflineTracer
+from patrickstar.tracing.signature import signature
 from tests.cuda.schedules import FEW_SCHEDULES, SCHEDULES, Accelerator
 from tests.parity import managed
 from tests.parity.compare import differences
@@ -38,9 +42,6 @@ FEW = cover(sorted(ROWS, key=shuffled), every(*((name,) for name in OTHERS), ("s
 REFUSALS = (
     8  # budgets that are tried: a forecast's, what first steps have shown, and estimates where there is no forecast
 )
-# Why a step may be one that no plan has: a gradient of gradients, which no forecast shows, and gradients that have overflowed and are let go of as
-# they leave.
-UNFORESEEN = ("it differentiates a gradient", "was released while it was on its way")
 # Of the device: inputs, losses and gradients that a row keeps, and granules of the driver that slots of a few KiB fill by halves.
 BESIDE = 8 << 20
 
@@ -84,12 +85,16 @@ def assert_within(row: Row, outcome: managed.Outcome, told: list[str]) -> None:
 
 
 def assert_planned(row: Row, outcome: managed.Outcome) -> None:
-    """Fails where a step was not planned, but for one that cannot be."""
+    """Fails where a step was not planned, but for one that cannot be: its gradients have overflowed, and are let go of as they leave.
+
+    So is any with a gradient of gradients. Autograd numbers what it makes in each thread apart, and begins with the highest number: what the thread
+    of the device has made comes before what the forward has, or after, as the two numbers pass each other from step to step.
+    """
     stats = outcome.stats
     assert stats.planned_steps + stats.reactive_steps == stats.steps
-    if stats.reactive_steps:
+    if stats.reactive_steps and row.model != "penalised":
         assert stats.reactive_steps == 1, f"{row}: {stats}"
-        assert any(reason in stats.reason for reason in UNFORESEEN), f"{row}: {stats}"
+        assert "was released while it was on its way" in stats.reason, f"{row}: {stats}"
 
 
 def run(
@@ -117,6 +122,7 @@ def run(
 def restrict(accelerator: Accelerator, schedule: tuple[float, int], limits: managed.Limits) -> None:
     """Begins the schedule on a device with room for what is there, for the budget, and for what the test itself has there."""
     gc.collect()
+    gc.freeze()  # what is still there is looked at no more: imports, for the most part
     torch.accelerator.empty_cache()
     there = accelerator.driver_bytes() + torch.accelerator.memory_stats()["reserved_bytes.all.current"]
     accelerator.configure(*schedule, capacity=there + limits.get("device", managed.ROOMY_BYTES) + BESIDE)
@@ -148,7 +154,28 @@ def test_no_bit_depends_on_where_model_data_lives(row: Row, tmp_path: Path, acce
     assert_parity(row, tmp_path, accelerator, schedule_of(row))
 
 
+@pytest.fixture
+def one_trial_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial run uses no device: one of each kind of forward is enough for all schedules of a row."""
+    foresee, known = OfflineTracer.foresee, dict[Any, Foreseen]()
+
+    def once(
+        tracer: OfflineTracer,
+        model: nn.Module,
+        named: Mapping[str, nn.Parameter],
+        *inputs: Any,
+        blocks: tuple[str, ...],
+    ) -> Foreseen:
+        kind = signature(model.modules(), named.values(), *inputs), blocks
+        if kind not in known:
+            known[kind] = foresee(tracer, model, named, *inputs, blocks=blocks)
+        return known[kind]
+
+    monkeypatch.setattr(OfflineTracer, "foresee", once)
+
+
 @pytest.mark.campaign
+@pytest.mark.usefixtures("one_trial_of_each_kind")
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_no_bit_depends_on_the_schedule(row: Row, tmp_path: Path, accelerator: Accelerator) -> None:
     """Refusals come under the first schedule; the others begin with budgets that are enough."""

@@ -65,7 +65,7 @@ OUTSIDE: tuple[Mutant, ...] = (
         "every-piece-is-updated-from-the-first-of-its-gradient", "step.optimizer_step:OptimizerStep._update_together"
     ).by(
         replace("flat[span]", "flat[: weight.numel()]"),
-        "tests/session/test_whole.py::test_a_tensor_longer_than_a_chunk_is_updated_piece_by_piece",
+        "tests/session/test_whole.py::test_a_tensor_of_any_length_is_updated_wholly[longer than a chunk]",
     ),
     Fault("moments-outlive-a-checkpoint-that-has-none", "session.saving:Saving.load").by(
         drop("clear_averages"), "tests/session/test_checkpoints.py::test_a_checkpoint_before_the_first_step"

@@ -45,7 +45,7 @@ WHOLE: tuple[Mutant, ...] = (
     ),
     Fault("averages-that-left-are-taken-for-those-in-their-slot", "step.optimizer_step:OptimizerStep._pieces").by(
         replace("known[0].items() <= slots.items()", "True"),
-        f"{FILE}::test_averages_that_left_come_back_for_their_step",
+        f"{FILE}::test_averages_that_left_for_what_nobody_foresaw_come_back_for_their_step_and_weights_stay",
     ),
     Fault("updates-of-different-numbers-are-one", "step.optimizer_step:OptimizerStep._update_together").by(
         replace("(hypers[name], steps.get(name, 0) + 1)", "(hypers[name], 1)"),
@@ -184,6 +184,6 @@ WHOLE: tuple[Mutant, ...] = (
         drop("beside_bytes", nth=2), f"{SIXTEEN}::test_the_smallest_budget_has_room_for_all_that_is_kept_beside_weights"
     ),
     Fault("the-tail-of-a-tensor-is-not-updated", "optim.fused:update_all").by(
-        never("body < numel"), f"{FILE}::test_tensors_whose_length_is_no_multiple_of_a_vector_are_updated_whole"
+        never("body < numel"), f"{FILE}::test_a_tensor_of_any_length_is_updated_wholly[no multiple of a vector]"
     ),
 )

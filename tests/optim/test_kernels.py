@@ -46,7 +46,7 @@ def test_the_definition_is_that_of_exact_arithmetic(hyper, beta1, numbers):
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_number_of_threads_changes_no_bit(family, threads):
-    torch.set_num_threads(threads)  # put back by the fixture of conftest.py
+    torch.set_num_threads(threads)  # one again for the next test
     for numel in (48, 80, 16 * 1001, 100_003):
         check(family, random_planes(numel, seed=threads))
 

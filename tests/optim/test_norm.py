@@ -207,6 +207,6 @@ def test_no_number_of_threads_changes_the_sum():
     (tensor,) = gradients((3 * 65_536 + 77,))
     sums = set()
     for threads in (1, 2, 3):
-        torch.set_num_threads(threads)  # put back by the fixture of conftest.py
+        torch.set_num_threads(threads)  # one again for the next test
         sums.add(total(added(GlobalNorm(), [tensor])))
     assert len(sums) == 1

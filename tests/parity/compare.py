@@ -18,16 +18,16 @@ def differences(want: Record, got: Record, *, unseen: Collection[str] = (), any_
 
     Args:
         unseen: what the second run could not show, of "gradients" (a step in backward) and "norms" (clipped inside it).
-        any_nan: a gradient that is NaN may be another NaN: which one a sum of two gives depends on the order of its operands.
+        any_nan: a gradient that is NaN may be another NaN: which one a sum of two gives depends on the order of its operands. So may a norm, always.
     """
     found = compare_sequences("loss of micro-step", want.losses, got.losses)
     if "gradients" not in unseen:
         found += compare_counts("steps with gradients", want.gradients, got.gradients)
         for step, (ours, theirs) in enumerate(zip(want.gradients, got.gradients, strict=False), start=1):
-            seen = (_without_payloads(ours), _without_payloads(theirs)) if any_nan else (ours, theirs)
+            seen = [{n: _one_nan(g) if any_nan else g for n, g in each.items()} for each in (ours, theirs)]
             found += compare_mappings(f"step {step}, gradient of", *seen)
     if "norms" not in unseen:
-        found += compare_sequences("norm of step", want.norms, got.norms)
+        found += compare_sequences("norm of step", [*map(_one_nan, want.norms)], [*map(_one_nan, got.norms)])
     found += compare_sequences("evaluation", want.evaluations, got.evaluations)
     found += compare_mappings("weight", want.weights, got.weights)
     found += compare_mappings("exp_avg of", want.exp_avg, got.exp_avg)
@@ -42,12 +42,9 @@ def differences(want: Record, got: Record, *, unseen: Collection[str] = (), any_
     return found
 
 
-def _without_payloads(gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _one_nan(tensor: Tensor) -> Tensor:
     """Every NaN as the same one."""
-    return {
-        name: torch.where(gradient.isnan(), torch.full_like(gradient, float("nan")), gradient)
-        for name, gradient in gradients.items()
-    }
+    return torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor)
 
 
 def same_bits(want: Tensor, got: Tensor) -> bool:

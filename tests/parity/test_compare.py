@@ -72,6 +72,7 @@ def test_the_comparison_reads_bits_and_not_values() -> None:
     want, got = (Record(gradients=[{"a": value}]) for value in (nan, other))
     assert differences(want, got)
     assert differences(want, got, any_nan=True) == []
+    assert differences(Record(norms=[nan]), Record(norms=[other])) == []
     assert differences(want, Record(gradients=[{"a": torch.zeros(2)}]), any_nan=True)
     assert not same_bits(torch.zeros(2), -torch.zeros(2))
     assert not same_bits(torch.zeros(2), torch.zeros(2, dtype=torch.float64))

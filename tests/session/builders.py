@@ -228,9 +228,11 @@ class Pair:
         return want, act(self.model, self.optimizer, *args, **keywords)
 
     def same(self, act: Callable[..., Any], *args: Any, **keywords: Any) -> None:
-        """As `each`; what it gives is the same."""
+        """As `each`; what it gives is the same, and so are the weights where parameters are ordinary ones."""
         want, got = self.each(act, *args, **keywords)
         assert alike(want, got), f"{got}, plain PyTorch has {want}"
+        if is_ordinary(self.model):  # where they lie
+            assert alike(list(self.plain.parameters()), list(self.model.parameters()))
 
     def train(self, steps: int = 3, *, first: int = 0, by: Callable[..., Any] | None = None) -> None:
         """Trains both by steps of the ordinary loop, or these; every loss must be the same."""
@@ -243,6 +245,12 @@ class Pair:
         """As `train`; then all that is held is the same, too."""
         self.train(steps, first=first, by=by)
         self.expect_same()
+
+    def close(self) -> None:
+        """Closes the session: the model has ordinary parameters again, of the same bits."""
+        self.session.close()
+        assert is_ordinary(self.model)
+        expect_bits(values(self.plain), values(self.model))
 
     def step(self) -> None:
         """What comes after a backward, for both."""

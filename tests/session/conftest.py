@@ -1,4 +1,4 @@
-"""One thread for models of this size, and what every test of a session may ask for."""
+"""What every test of a session may ask for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from patrickstar.core.planes import STEP
 from patrickstar.plan.actions import Issue
@@ -19,15 +18,6 @@ from patrickstar.tracing.seen_operations import show_to, shown_to
 from tests.session.builders import MACHINES, Pair, store_of
 from tests.session.script import Script
 from tests.session.test_exceptions import Trips
-
-
-@pytest.fixture(autouse=True, scope="package")
-def one_thread() -> Iterator[None]:
-    """Tiny operations gain nothing from a second thread, and wait for it where another process has the core."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -187,12 +188,9 @@ def test_so_it_does_where_updates_come_in_backward(line: str, kind: str, machine
     ],
 )
 def test_so_it_does_where_parameters_keep_their_bytes(step: str, line: str, kind: str, machine: str) -> None:
-    script = Script(kind, step=step, **PLACES[machine](Path()))
-    try:
+    with closing(Script(kind, step=step, **PLACES[machine](Path()))) as script:
         script.run(line.replace("planned(4,1)", "planned(5)"))  # where nothing has to move no step is out of plan
         assert script.session.stats().binding == "whole"
-    finally:
-        script.close()
 
 
 @pytest.mark.sampled
@@ -243,11 +241,8 @@ def test_gradients_that_are_said_to_add_up_do_so_in_fp32(kind: str) -> None:
 
 
 def run(line: str, *args: Any, **keywords: Any) -> None:
-    script = Script(*args, **keywords)
-    try:
+    with closing(Script(*args, **keywords)) as script:
         script.run(line)
-    finally:
-        script.close()
 
 
 def test_other_bits_are_shown_with_what_was_said(tmp_path: Path) -> None:
@@ -320,12 +315,9 @@ def any_words(examples: int) -> None:
     )
     def program_has_no_other_bits(machine: str, kind: str, arithmetic: dict[str, Any], words: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            script = Script(kind, given=arithmetic, **PLACES[machine](Path(folder) / "disk"))
-            try:
+            with closing(Script(kind, given=arithmetic, **PLACES[machine](Path(folder) / "disk"))) as script:
                 for word in taken(words, in_tiles="tile_rows" in arithmetic):
                     script.say(word)
-            finally:
-                script.close()
 
     program_has_no_other_bits()
 

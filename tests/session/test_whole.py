@@ -16,7 +16,23 @@ from torch.utils.flop_counter import FlopCounterMode
 import patrickstar
 from patrickstar import StateError
 from tests.forked import in_forked_child
-from tests.session.builders import adamw
+from tests.session.builders import (
+    alike,
+    assert_same,
+    backward,
+    batch,
+    expect_bits,
+    is_ordinary,
+    loss_of,
+    managed,
+    mlp,
+    options,
+    seeded,
+    store_of,
+    train,
+    train_step,
+    values,
+)
 
 pytestmark = pytest.mark.whole
 
@@ -49,23 +65,16 @@ def inputs(seed=1):
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
 
 
-def train(model, optimizer, steps=2, **seen):
-    losses = []
-    for step in range(steps):
-        loss = model(inputs(step)).square().sum()
-        model.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses
+def one_step(model, optimizer, number):
+    loss = model(inputs(number)).square().sum()
+    model.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
 
 
-def loss_of(model):
+def loss_by_call(model):
     return lambda values, x: functional_call(model, values, (x,)).square().sum()
-
-
-def values_of(model):
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def dual(model):
@@ -109,12 +118,12 @@ def exported(model):
 
 KINDS = {
     "grad": lambda m: grad(lambda x: m(x).sum())(inputs()),
-    "grad of the values": lambda m: list(grad(loss_of(m))(values_of(m), inputs()).values()),
+    "grad of the values": lambda m: list(grad(loss_by_call(m))(values(m), inputs()).values()),
     "vjp": lambda m: vjp(m, inputs())[1](torch.ones(4, 8))[0],
     "jvp": lambda m: jvp(m, (inputs(),), (torch.ones(4, 8),))[1],
     "jacrev": lambda m: jacrev(m)(inputs()[0]),
     "hessian": lambda m: hessian(lambda x: m(x).sum())(inputs()[0]),
-    "gradients of each sample": lambda m: list(vmap(grad(loss_of(m)), (None, 0))(values_of(m), inputs()).values()),
+    "gradients of each sample": lambda m: list(vmap(grad(loss_by_call(m)), (None, 0))(values(m), inputs()).values()),
     "functional_call": lambda m: functional_call(m, {"first.weight": torch.eye(8)}, (inputs(),)),
     "forward AD": dual,
     "a fused loss": through_a_fused_loss,
@@ -143,31 +152,19 @@ def saved_bytes(state):
     return len(file.getvalue())
 
 
-def equal(one, other):
-    if isinstance(one, list):
-        return all(map(equal, one, other))
-    return torch.equal(one, other)
-
-
 HAS_BACKWARD = {"a fused loss", "jagged", "flops"}
 """Kinds that bring gradients of parameters, which `step="in_backward"` uses as they come."""
 WAYS = [*((kind, "deferred") for kind in KINDS), *((kind, "in_backward") for kind in KINDS if kind not in HAS_BACKWARD)]
 
 
 @pytest.mark.parametrize(("kind", "step"), WAYS)
-def test_whatever_torch_does_with_the_model_in_the_middle_of_a_training_has_the_same_bits(kind, step):
-    plain, model = build(), build()
-    optimizer = adamw(plain)
-    with patrickstar.manage(model, adamw(model), step=step) as session:
-        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
-        for first, second in ((plain, optimizer), (model, session.optimizer)):
-            train(first, second)
-        expected, found = KINDS[kind](plain), KINDS[kind](model)
-        assert equal(expected, found)
-        plain.zero_grad()
-        model.zero_grad()
-        assert equal(train(plain.train(), optimizer), train(model.train(), session.optimizer))
-        assert equal(list(plain.parameters()), list(model.parameters()))
+def test_whatever_torch_does_with_the_model_in_the_middle_of_a_training_has_the_same_bits(kind, step, make_pair):
+    pair = make_pair(build, step=step, device="cpu")
+    assert is_ordinary(pair.model)
+    pair.train(2, by=one_step)
+    pair.same(lambda model, _: KINDS[kind](model))
+    pair.each(lambda model, _: model.train().zero_grad())
+    pair.train(2, by=one_step)
 
 
 CHANGES = {
@@ -181,17 +178,13 @@ CHANGES = {
 
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_models_that_were_changed_before_train_with_the_same_bits(change, step):
-    pair = []
-    for _ in range(2):
+def test_models_that_were_changed_before_train_with_the_same_bits(change, step, make_pair):
+    def changed():
         model = build()
         made = CHANGES[change](model)
-        pair.append(made if isinstance(made, torch._dynamo.OptimizedModule) else model)
-    plain, model = pair
-    optimizer = adamw(plain)
-    with patrickstar.manage(model, adamw(model), step=step) as session:
-        assert equal(train(plain, optimizer, 3), train(model, session.optimizer, 3))
-        assert equal(list(plain.parameters()), list(model.parameters()))
+        return made if isinstance(made, torch._dynamo.OptimizedModule) else model
+
+    make_pair(changed, step=step, device="cpu").train(3, by=one_step)
 
 
 def test_a_parameter_has_a_storage_of_its_own_that_does_not_move():
@@ -201,7 +194,7 @@ def test_a_parameter_has_a_storage_of_its_own_that_does_not_move():
         assert [parameter.untyped_storage().nbytes() for parameter in model.parameters()] == [
             parameter.nbytes for parameter in model.parameters()
         ]
-        train(model, session.optimizer)
+        one_step(model, session.optimizer, 0)
         assert [parameter.data_ptr() for parameter in model.parameters()] == before
 
 
@@ -240,7 +233,7 @@ def test_a_sparse_gradient_is_refused_before_anything_changes():
         model.waves.grad = torch.ones(3, 2).to_sparse()
         with pytest.raises(StateError, match="sparse gradients"):
             session.optimizer.step()
-        assert equal(before, list(model.parameters()))
+        assert alike(before, list(model.parameters()))
 
 
 def test_a_second_session_over_the_model_or_a_part_of_it_is_refused():
@@ -252,168 +245,110 @@ def test_a_second_session_over_the_model_or_a_part_of_it_is_refused():
 
 
 ROOMY = {"device": "emulated", "device_memory": "256KiB", "host_memory": "8MiB"}
-"""Room for the model states of six linears (of which each takes 4 KiB a plane), and for the activations of small batches beside them."""
-
-
-def stack():
-    torch.manual_seed(0)
-    return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.GELU())))
-
-
-def step_with(model, optimizer, rows):
-    loss = model(torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))).square().sum()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+"""Room for the model states of a `mlp` (of which each layer takes 8 KiB a plane), and for the activations of small batches beside them."""
 
 
 @pytest.mark.parametrize("machine", [ROOMY, {"host_memory": "2GiB"}], ids=["emulated", "host"])
-def test_under_a_budget_that_holds_all_model_states_parameters_keep_their_bytes(machine):
-    plain, model = stack(), stack()
-    optimizer = adamw(plain)
-    with patrickstar.manage(model, adamw(model), **machine) as session:
-        for _ in range(3):
-            assert torch.equal(step_with(plain, optimizer, 4), step_with(model, session.optimizer, 4))
-        stats = session.stats()
-        assert (stats.binding, stats.planned_steps, stats.reactive_steps) == ("whole", 3, 0)
-        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
-    assert equal(list(plain.parameters()), list(model.parameters()))
+def test_under_a_budget_that_holds_all_model_states_parameters_keep_their_bytes(machine, make_pair):
+    pair = make_pair(**machine)
+    pair.train(3)
+    stats = pair.session.stats()
+    assert (stats.binding, stats.planned_steps, stats.reactive_steps) == ("whole", 3, 0)
+    assert is_ordinary(pair.model)
+    pair.close()
 
 
-def test_from_the_first_forward_on_that_does_not_fit_they_are_bound_by_use(caplog):
+def test_from_the_first_forward_on_that_does_not_fit_they_are_bound_by_use(caplog, make_pair):
     caplog.set_level("INFO", logger="patrickstar")
-    plain, model = stack(), stack()
-    optimizer = adamw(plain)
-    with patrickstar.manage(model, adamw(model), **ROOMY) as session:
-        for number, rows in enumerate([4, 4, 80, 80, 4, 4], start=1):
-            if number == 3:  # gradients of the user's own stay what they are
-                plain[0].weight.grad, model[0].weight.grad = torch.ones(32, 32), torch.ones(32, 32)
-            assert torch.equal(step_with(plain, optimizer, rows), step_with(model, session.optimizer, rows))
-            assert ("whole" if number < 3 else "the rest by use: beside") in session.stats().binding
-        assert session.stats().peak["device"] <= 256 * 1024
-    assert equal(list(plain.parameters()), list(model.parameters()))
+    pair = make_pair(**ROOMY)
+    for number, rows in enumerate([4, 4, 80, 80, 4, 4], start=1):
+        if number == 3:  # gradients of the user's own stay what they are
+            pair.plain[0].weight.grad, pair.model[0].weight.grad = torch.ones(32, 32), torch.ones(32, 32)
+        pair.same(train_step, rows=rows)
+        assert ("whole" if number < 3 else "the rest by use: beside") in pair.session.stats().binding
+    assert pair.session.stats().peak["device"] <= 256 * 1024
+    pair.close()
     assert sum("bound by use from now on" in message for message in caplog.messages) == 1
 
 
 @pytest.mark.parametrize("held", ["a graph", "a view"])
-def test_a_forward_for_which_they_would_have_to_move_is_refused_while_they_are_held(held):
-    plain, model = stack(), stack()
-    optimizer = adamw(plain)
-    small, large = torch.randn(4, 32), torch.randn(80, 32)
-    with patrickstar.manage(model, adamw(model), **ROOMY) as session:
-        kept = model(small).square().sum() if held == "a graph" else [p.data for p in model.parameters()]
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        with pytest.raises(patrickstar.BudgetError, match="chunks of weights are held"):
-            model(large)
-        assert equal(before, list(model.parameters()))
-        assert session.stats().binding == "whole"
-        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
-        if held == "a graph":
-            plain(small).square().sum().backward()
-            kept.backward()
-            optimizer.step()
-            session.optimizer.step()
-        del kept, before
-        assert torch.equal(plain(large), model(large))
-        assert equal(list(plain.parameters()), [session.state_dict()[name] for name in dict(model.named_parameters())])
+def test_a_forward_for_which_they_would_have_to_move_is_refused_while_they_are_held(held, make_pair):
+    pair = make_pair(**ROOMY)
+    model, session = pair.model, pair.session
+    kept = loss_of(model) if held == "a graph" else [p.data for p in model.parameters()]
+    before = values(model)
+    with pytest.raises(patrickstar.BudgetError, match="chunks of weights are held"):
+        loss_of(model, rows=80)
+    expect_bits(before, values(model))
+    assert session.stats().binding == "whole"
+    assert is_ordinary(model)
+    if held == "a graph":
+        backward(pair.plain)
+        kept.backward()
+        pair.step()
+    del kept
+    pair.same(lambda model, _: loss_of(model, rows=80))
+    assert_same(pair.plain, pair.plain_optimizer, session)
 
 
-def test_what_a_forecast_says_of_the_peak_is_what_is_taken():
-    from patrickstar.session.forecast import forecast
-
-    class Loss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = stack()
-
-        def forward(self, x):
-            return {"loss": self.body(x).square().sum()}
-
-    model, batch = Loss(), torch.randn(4, 32)
-    found = forecast(model, {"x": batch}, host_memory="2GiB")
-    with patrickstar.manage(model, adamw(model), host_memory="2GiB") as session:
-        for _ in range(3):
-            model(batch)["loss"].backward()
-            session.optimizer.step()
-            session.optimizer.zero_grad()
-        assert session.stats().peak["host"] == found.peak["host"]
-
-
-def test_a_parameter_that_is_trained_later_gets_its_averages():
-    plain, model = stack(), stack()
-    for each in (plain, model):
-        each[0].requires_grad_(False)
-    optimizer = patrickstar.AdamW(plain.parameters(), lr=1e-2)
-    with patrickstar.manage(model, patrickstar.AdamW(model.parameters(), lr=1e-2), **ROOMY) as session:
-        for number in range(4):
-            if number == 2:
-                plain[0].requires_grad_(True)
-                model[0].requires_grad_(True)
-            assert torch.equal(step_with(plain, optimizer, 4), step_with(model, session.optimizer, 4))
-        assert session.stats().binding == "whole"
-        assert equal(list(plain.parameters()), list(model.parameters()))
+def test_a_parameter_that_is_trained_later_gets_its_averages(make_pair):
+    pair = make_pair(before=lambda model, _: model[0].requires_grad_(False), **ROOMY)
+    pair.train(2)
+    pair.each(lambda model, _: model[0].requires_grad_(True))
+    pair.train(2, first=2)
+    assert pair.session.stats().binding == "whole"
 
 
 def test_a_checkpoint_is_taken_and_loaded_where_parameters_lie(tmp_path):
-    model = stack()
-    with patrickstar.manage(model, adamw(model), **ROOMY) as session:
-        step_with(model, session.optimizer, 4)
+    with managed(model := mlp(), **ROOMY) as session:
+        train(model, session.optimizer, 1)
         session.save_checkpoint(tmp_path)
-        expected = [step_with(model, session.optimizer, 4) for _ in range(2)]
-        after = [parameter.detach().clone() for parameter in model.parameters()]
-        address = model[0].weight.data_ptr()
+        expected = train(model, session.optimizer, 2)
+        after, address = values(model), model[0].weight.data_ptr()
         session.load_checkpoint(tmp_path)
-        assert equal(expected, [step_with(model, session.optimizer, 4) for _ in range(2)])
-        assert equal(after, list(model.parameters()))
+        assert torch.equal(expected, train(model, session.optimizer, 2))
+        expect_bits(after, values(model))
         assert model[0].weight.data_ptr() == address
 
 
 def test_a_step_that_changes_a_weight_between_forward_and_backward_is_an_error_of_torchs():
-    model = stack()
-    with patrickstar.manage(model, adamw(model)) as session:
-        loss = model(torch.randn(4, 32)).square().sum()
-        step_with(model, session.optimizer, 4)
+    with managed(model := mlp(), device="cpu") as session:
+        loss = loss_of(model)
+        train_step(model, session.optimizer)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
 
 def test_a_forked_child_has_the_weights_of_the_time_of_the_fork():
-    model = stack()
-    with patrickstar.manage(model, adamw(model)) as session:
-        step_with(model, session.optimizer, 4)
-        expected = model(torch.ones(1, 32)).sum().item()
+    with managed(model := mlp(), device="cpu") as session:
+        train_step(model, session.optimizer)
+        expected = loss_of(model).item()
 
         def use() -> str:
             with torch.no_grad():
-                found = model(torch.ones(1, 32)).sum().item()
+                found = loss_of(model).item()
                 model[0].weight.zero_()
             return repr(found)
 
         assert in_forked_child(use) == repr(expected)
         assert model[0].weight.any()
-        step_with(model, session.optimizer, 4)
+        train_step(model, session.optimizer)
 
 
-@pytest.mark.parametrize("machine", [{}, ROOMY], ids=["unbounded", "bounded"])
-def test_gradients_from_before_are_used_and_left(machine):
-    plain, model = stack(), stack()
-    for each in (plain, model):
-        each(torch.ones(1, 32)).sum().backward()
-    optimizer = adamw(plain)
-    with patrickstar.manage(model, adamw(model), **machine) as session:
-        optimizer.step()
-        session.optimizer.step()
-        assert equal(list(plain.parameters()), list(model.parameters()))
-    assert equal([p.grad for p in plain.parameters()], [p.grad for p in model.parameters()])
+@pytest.mark.parametrize("machine", [{"device": "cpu"}, ROOMY], ids=["unbounded", "bounded"])
+def test_gradients_from_before_are_used_and_left(machine, make_pair):
+    pair = make_pair(before=backward, **machine)
+    pair.same(lambda _, optimizer: optimizer.step())
+    pair.close()
+    assert alike([p.grad for p in pair.plain.parameters()], [p.grad for p in pair.model.parameters()])
 
 
 def test_weights_alone_are_ordinary_parameters_too():
-    plain, model = stack(), stack()
+    plain, model = mlp(), mlp()
     with patrickstar.manage(model) as session:
-        assert torch.equal(plain(torch.ones(1, 32)), model(torch.ones(1, 32)))
+        assert torch.equal(loss_of(plain), loss_of(model))
         assert session.stats().binding == "whole"
-        assert type(model[0].weight) is nn.Parameter
+        assert is_ordinary(model)
 
 
 def test_encoder_layers_take_torchs_fused_path_and_keep_their_class():
@@ -425,24 +360,22 @@ def test_encoder_layers_take_torchs_fused_path_and_keep_their_class():
         assert all(type(one) is type(other) for one, other in zip(plain.modules(), model.modules(), strict=True))
 
 
-def test_clipping_accumulating_and_freezing_mean_what_they_mean_in_pytorch():
-    plain, model = stack(), stack()
-    optimizer = adamw(plain)
-    with patrickstar.manage(model, adamw(model), **ROOMY) as session:
-        for number in range(4):
-            for each, steps in ((plain, optimizer), (model, session.optimizer)):
-                for rows in (2, 3):
-                    each(torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))).square().sum().backward()
-                if number == 1:
-                    each[2].requires_grad_(False)
-                if number == 2:
-                    each[4].weight.grad = None
-                if number == 3:
-                    each[6].bias.grad.mul_(2)
-                steps.step()
-                steps.zero_grad(set_to_none=number % 2 == 0)
-        assert equal(list(plain.parameters()), list(model.parameters()))
-        assert session.stats().planned_steps == 4
+def test_clipping_accumulating_and_freezing_mean_what_they_mean_in_pytorch(make_pair):
+    def act(model, optimizer, number):
+        for rows in (2, 3):
+            backward(model, rows=rows)
+        if number == 1:
+            model[2].requires_grad_(False)
+        if number == 2:
+            model[4].weight.grad = None
+        if number == 3:
+            model[6].bias.grad.mul_(2)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=number % 2 == 0)
+
+    pair = make_pair(**ROOMY)
+    pair.train(4, by=act)
+    assert pair.session.stats().planned_steps == 4
 
 
 def state_bytes(model, session):
@@ -451,73 +384,58 @@ def state_bytes(model, session):
 
 
 def test_the_smallest_budget_at_which_they_keep_their_bytes_holds_all_of_it():
-    model = stack()
-    with patrickstar.manage(model, adamw(model), **ROOMY) as session:
-        step_with(model, session.optimizer, 4)
+    with managed(model := mlp(), **ROOMY) as session:
+        train_step(model, session.optimizer)
         states, beside = state_bytes(model, session), session.trace.peak
-    for budget, at_first, then in ((states - 1, "by use", "by use"), (states + beside - 1, "whole", "by use")):
-        with patrickstar.manage(model, adamw(model), **{**ROOMY, "device_memory": budget}) as session:
+    for budget, at_first, then in (
+        (states - 1, "by use", "by use"),
+        (states + beside - 1, "whole", "by use"),
+        (states + beside, "whole", "whole"),
+    ):
+        with managed(model := mlp(), **{**ROOMY, "device_memory": budget}) as session:
             assert at_first in session.stats().binding
-            step_with(model, session.optimizer, 4)
-            assert then in session.stats().binding
-    with patrickstar.manage(model, adamw(model), **{**ROOMY, "device_memory": states + beside}) as session:
-        step_with(model, session.optimizer, 4)
-        stats = session.stats()
-        assert stats.binding == "whole"
-        assert stats.peak["device"] <= states + beside
+            train_step(model, session.optimizer)
+            stats = session.stats()
+            assert then in stats.binding
+            assert stats.peak["device"] <= budget
 
 
-@pytest.fixture
-def pressed():
-    """A plain pair and a managed one; between forward and backward of each step more lies on the device than anybody foresaw."""
-    plain, model = stack(), stack()
-    options = patrickstar.Options(chunk_size=2048, poison=True)
-    with patrickstar.manage(model, adamw(model), **ROOMY, options=options) as session:
-        store = session._parts.executor.store
-        store.keep_log = True
-        addresses = [parameter.data_ptr() for parameter in model.parameters()]
-        for each, optimizer in ((plain, adamw(plain)), (model, session.optimizer)):
-            for rows in (4, 4, 4):
-                loss = each(torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))).square().sum()
-                more = torch.ones(160 * 256)
-                (loss * more.mean()).backward()
-                del more
-                optimizer.step()
-                optimizer.zero_grad()
-        yield plain, model, addresses, {str(action) for action in store.log}
+def test_averages_that_left_for_what_nobody_foresaw_come_back_for_their_step_and_weights_stay(make_pair):
+    pair = make_pair(**ROOMY)
+    store = store_of(pair.session)
+    store.keep_log = True
+    addresses = [parameter.data_ptr() for parameter in pair.model.parameters()]
 
+    def step(model, optimizer, number):
+        loss, more = loss_of(model, number), torch.ones(160 * 256)  # lies there until the backward has ended
+        (loss * more.mean()).backward()
+        del more
+        optimizer.step()
+        optimizer.zero_grad()
 
-def test_averages_that_left_come_back_for_their_step(pressed):
-    plain, model, _, done = pressed
-    assert any("exp_avg" in action and "D!" in action for action in done)
-    assert equal(list(plain.parameters()), list(model.parameters()))
-
-
-def test_chunks_of_weights_stay_where_they_are_when_others_leave(pressed):
-    _, model, addresses, done = pressed
-    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
-    assert not any("weight" in action and "D!" in action for action in done)
+    pair.train(3, by=step)
+    left = [str(action) for action in store.log if "D!" in str(action)]
+    assert any("exp_avg" in action for action in left)
+    assert not any("weight" in action for action in left)
+    assert [parameter.data_ptr() for parameter in pair.model.parameters()] == addresses
 
 
 def test_what_was_changed_by_hand_is_written_back_when_they_are_let_go():
-    plain, model = stack(), stack()
-    options = patrickstar.Options(chunk_size=2048, poison=True)
+    plain, model = mlp(), mlp()
     with (
-        patrickstar.manage(model, device="emulated", device_memory="56KiB", options=options) as session,
+        patrickstar.manage(model, device="emulated", device_memory="56KiB", options=options()) as session,
         torch.no_grad(),
     ):
         for each in (plain, model):
-            each(torch.ones(1, 32))
+            loss_of(each)
             each[0].weight.data.add_(1)
-        large = torch.ones(64, 32)
-        assert torch.equal(plain(large), model(large))
-        assert torch.equal(plain(large), model(large))
+        for _ in range(2):
+            assert torch.equal(loss_of(plain, rows=64), loss_of(model, rows=64))
         assert "the rest by use" in session.stats().binding
 
 
 def test_a_part_of_a_unit_is_found_where_it_lies():
-    model = stack()
-    with patrickstar.manage(model, adamw(model)) as session:
+    with managed(model := mlp(), device="cpu") as session:
         binding = session._parts.binding
         for name, parameter in model.named_parameters():
             bound = binding.by_name[name]
@@ -525,51 +443,36 @@ def test_a_part_of_a_unit_is_found_where_it_lies():
             assert binding.leases.locate(parameter[1:]).offset_bytes == 4 * bound.offset + parameter[0].nbytes
 
 
-def test_tensors_whose_length_is_no_multiple_of_a_vector_are_updated_whole():
-    torch.manual_seed(0)
-    plain, model = nn.Linear(5, 3), nn.Linear(5, 3)
-    model.load_state_dict(plain.state_dict())
-    optimizer, before = adamw(plain), copy.deepcopy(plain)
-    with patrickstar.manage(model, adamw(model)) as session:
-        for each, steps in ((plain, optimizer), (model, session.optimizer)):
-            for _ in range(2):
-                each(torch.ones(2, 5)).sum().backward()
-                steps.step()
-        assert equal(list(plain.parameters()), list(model.parameters()))
-        assert all((now != then).all() for now, then in zip(model.parameters(), before.parameters(), strict=True))
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "numel"),
+    [(5, 3, 2048), (64, 64, 1024)],
+    ids=["no multiple of a vector", "longer than a chunk"],
+)
+def test_a_tensor_of_any_length_is_updated_wholly(inputs, outputs, numel, make_pair):
+    def act(model, optimizer, _):
+        model(batch(width=inputs)).square().sum().backward()
+        optimizer.step()
+
+    pair = make_pair(seeded(lambda: nn.Linear(inputs, outputs)), with_options={"chunk_size": numel}, device="cpu")
+    before = values(pair.model)
+    pair.train(2, by=act)
+    assert all((now != before[name]).all() for name, now in pair.model.named_parameters())
 
 
-def test_a_step_updates_the_values_that_were_given_by_hand():
-    plain, model = stack(), stack()
-    optimizer = adamw(plain)
-    with patrickstar.manage(model, adamw(model)) as session:
-        for each, steps in ((plain, optimizer), (model, session.optimizer)):
-            each(torch.ones(2, 32)).sum().backward()
-            each[0].weight.data = torch.full((32, 32), 2.0)
-            steps.step()
-        assert equal(list(plain.parameters()), list(model.parameters()))
+def test_a_step_updates_the_values_that_were_given_by_hand(make_pair):
+    def act(model, optimizer):
+        backward(model)
+        model[0].weight.data = torch.full((32, 32), 2.0)
+        optimizer.step()
+
+    make_pair(device="cpu").same(act)
 
 
-def test_a_tensor_longer_than_a_chunk_is_updated_piece_by_piece():
-    torch.manual_seed(0)
-    plain = nn.Linear(64, 64)
-    model = copy.deepcopy(plain)
-    optimizer, options = adamw(plain), patrickstar.Options(chunk_size=1024)
-    with patrickstar.manage(model, adamw(model), options=options) as session:
-        for each, steps in ((plain, optimizer), (model, session.optimizer)):
-            for _ in range(2):
-                each(torch.arange(128.0).view(2, 64)).square().sum().backward()
-                steps.step()
-        assert equal(list(plain.parameters()), list(model.parameters()))
-
-
-def test_where_the_process_has_grown_past_its_bound_the_next_forward_is_bound_by_use(monkeypatch):
-    plain, model = stack(), stack()
-    optimizer = adamw(plain)
-    with patrickstar.manage(model, adamw(model), host_memory="2GiB") as session:
-        for expected in ("whole", "whole", "by use: beside"):
-            assert torch.equal(step_with(plain, optimizer, 4), step_with(model, session.optimizer, 4))
-            assert expected in session.stats().binding
-            monkeypatch.setattr("patrickstar.step.room.HostRoom.is_exceeded_by", lambda *_: True)
-        assert "takes more than" in session.stats().binding
-    assert equal(list(plain.parameters()), list(model.parameters()))
+def test_where_the_process_has_grown_past_its_bound_the_next_forward_is_bound_by_use(monkeypatch, make_pair):
+    pair = make_pair(host_memory="2GiB")
+    for expected in ("whole", "whole", "by use: beside"):
+        pair.same(train_step)
+        assert expected in pair.session.stats().binding
+        monkeypatch.setattr("patrickstar.step.room.HostRoom.is_exceeded_by", lambda *_: True)
+    assert "takes more than" in pair.session.stats().binding
+    pair.close()

@@ -1,6 +1,6 @@
 """Parameters that keep their bytes, with `step="in_backward"`: gradients are used as they come, and gone; nothing else is another than in PyTorch."""
 
-import copy
+from functools import partial
 
 import pytest
 import torch
@@ -11,74 +11,50 @@ from torch.utils.checkpoint import checkpoint
 import patrickstar
 from patrickstar import StateError
 from patrickstar.session.forecast import forecast
-from tests.session.builders import adamw
-from tests.session.test_whole import ROOMY, equal, stack
+from tests.session.builders import adamw, assert_same, backward, batch, finish, loss_of, mlp, options, train_step
+from tests.session.test_whole import ROOMY
 
 pytestmark = pytest.mark.whole
 
 
-def batch(seed=0, rows=4):
-    return torch.randn(rows, 32, generator=torch.Generator().manual_seed(seed))
+@pytest.fixture
+def make(make_pair):
+    """Makes pairs that use gradients as they come."""
+    return partial(make_pair, step="in_backward")
 
 
-def managed(model, optimizer=None, **machine):
-    return patrickstar.manage(model, optimizer or adamw(model), step="in_backward", **machine)
-
-
-class Twins:
-    """A plain model and one under a session, which does the same."""
-
-    def __init__(self, build, groups=nn.Module.parameters, **machine):
-        self.plain = build()
-        self.model = copy.deepcopy(self.plain)
-        self.optimizer = patrickstar.AdamW(list(groups(self.plain)), lr=1e-2, weight_decay=0.1)
-        given = patrickstar.AdamW(list(groups(self.model)), lr=1e-2, weight_decay=0.1)
-        self.session = managed(self.model, given, **machine)
-
-    def each(self, do):
-        """What is done with both gives the same bits."""
-        found = do(self.plain, self.optimizer), do(self.model, self.session.optimizer)
-        assert equal(*found) if found[0] is not None else found[1] is None
-        assert equal(list(self.plain.parameters()), list(self.model.parameters()))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.session.close()
-
-
-def train(model, optimizer, seed=0):
-    loss = model(batch(seed)).square().sum()
-    loss.backward()
+def use_gradients(model, optimizer):
+    backward(model)
     optimizer.step()
+
+
+def zero(_, optimizer):
     optimizer.zero_grad()
-    return loss.detach()
 
 
 @pytest.mark.parametrize("machine", [{}, ROOMY], ids=["unbounded", "bounded"])
-def test_a_gradient_is_there_for_hooks_of_users_and_gone_before_the_next_one_comes(machine):
-    with Twins(stack, **machine) as twins:
-        last, there = twins.model[0].weight, []
-        last.register_post_accumulate_grad_hook(
-            lambda _: there.append([type(p.grad) is torch.Tensor for p in twins.model.parameters()])
-        )
+def test_a_gradient_is_there_for_hooks_of_users_and_gone_before_the_next_one_comes(machine, make):
+    pair = make(**machine)
+    last, there = pair.model[0].weight, []
+    last.register_post_accumulate_grad_hook(
+        lambda _: there.append([type(p.grad) is torch.Tensor for p in pair.model.parameters()])
+    )
 
-        def gradients(model, optimizer):
-            seen = []
-            handles = [
-                p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone())) for p in model.parameters()
-            ]
-            train(model, optimizer)
-            for handle in handles:
-                handle.remove()
-            return seen
+    def gradients(model, optimizer):
+        seen = []
+        handles = [
+            p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone())) for p in model.parameters()
+        ]
+        train_step(model, optimizer)
+        for handle in handles:
+            handle.remove()
+        return seen
 
-        for _ in range(2):
-            twins.each(gradients)
-        assert there == [[True] + [False] * 11] * 2
-        assert twins.session.stats().binding == "whole"
-        assert "grad" not in twins.session.stats().model_data
+    for _ in range(2):
+        pair.same(gradients)
+    assert there == [[True] + [False] * 11] * 2
+    assert pair.session.stats().binding == "whole"
+    assert "grad" not in pair.session.stats().model_data
 
 
 class Other(nn.Module):
@@ -148,27 +124,22 @@ WAITS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_gradient_waits_for_the_end_of_the_backward_where_it_must_and_nowhere_else(way):
-    with Twins(lambda: Other(way)) as twins:
-        waited = set()
+def test_a_gradient_waits_for_the_end_of_the_backward_where_it_must_and_nowhere_else(way, make):
+    pair, waited = make(lambda: Other(way)), set()
 
-        def step(model, optimizer):
-            x = batch().requires_grad_()
-            if model is twins.model:  # the gradient of the input is the last that comes
-                named = model.named_parameters
-                x.register_hook(lambda _: waited.update(name for name, p in named() if type(p.grad) is torch.Tensor))
-            torch.manual_seed(0)
-            loss = model(x * 1).square().sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return [loss.detach(), x.grad]
+    def step(model, optimizer):
+        x = batch().requires_grad_()
+        if model is pair.model:  # the gradient of the input is the last that comes
+            named = model.named_parameters
+            x.register_hook(lambda _: waited.update(name for name, p in named() if type(p.grad) is torch.Tensor))
+        torch.manual_seed(0)
+        return [finish(model(x * 1).square().sum(), optimizer), x.grad]
 
-        for _ in range(3):
-            twins.each(step)
-        everything = set(dict(twins.model.named_parameters())) if way.startswith("by") else set()
-        assert waited == WAITS.get(way, everything)
-        assert twins.session.stats().binding == "whole"
+    for _ in range(3):
+        pair.same(step)
+    everything = set(dict(pair.model.named_parameters())) if way.startswith("by") else set()
+    assert waited == WAITS.get(way, everything)
+    assert pair.session.stats().binding == "whole"
 
 
 def changed(model, x):
@@ -198,88 +169,71 @@ def in_a_hook_unseen(model, x):
 
 
 @pytest.mark.parametrize("use", [changed, before_the_model, in_a_hook])
-def test_a_backward_that_uses_what_it_has_updated_is_refused_and_waits_from_then_on(use, tmp_path):
-    with Twins(lambda: Other("once")) as twins:
+def test_a_backward_that_uses_what_it_has_updated_is_refused_and_waits_from_then_on(use, tmp_path, make):
+    def step(model, optimizer, run):
+        x = batch().requires_grad_()
+        return [finish(run(model, x).square().sum(), optimizer), x.grad]
 
-        def step(run):
-            def do(model, optimizer):
-                x = batch().requires_grad_()
-                loss = run(model, x).square().sum()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                return [loss.detach(), x.grad]
-
-            return do
-
-        twins.each(step(lambda model, x: model(x)))
-        twins.session.save_checkpoint(tmp_path)
-        with pytest.raises(StateError, match="is used by a backward that has updated it already"):
-            step(use)(twins.model, twins.session.optimizer)
-        twins.session.load_checkpoint(tmp_path)
-        for _ in range(2):
-            twins.each(step(use))
-        assert twins.session.stats().binding == "whole"
+    pair = make(lambda: Other("once"))
+    pair.same(step, lambda model, x: model(x))
+    pair.session.save_checkpoint(tmp_path)
+    with pytest.raises(StateError, match="is used by a backward that has updated it already"):
+        step(pair.model, pair.optimizer, use)
+    pair.session.load_checkpoint(tmp_path)
+    for _ in range(2):
+        pair.same(step, use)
+    assert pair.session.stats().binding == "whole"
 
 
-def test_code_that_sees_no_classes_reads_nothing_that_the_backward_has_updated():
-    with Twins(lambda: Other("once")) as twins:
-        loss = in_a_hook_unseen(twins.model, batch().requires_grad_()).sum()
-        with pytest.raises(RuntimeError, match="Cannot access data pointer|was read"):
+def test_code_that_sees_no_classes_reads_nothing_that_the_backward_has_updated(make):
+    loss = in_a_hook_unseen(make(lambda: Other("once")).model, batch().requires_grad_()).sum()
+    with pytest.raises(RuntimeError, match="Cannot access data pointer|was read"):
+        loss.backward()
+
+
+def test_after_the_backward_parameters_are_ordinary_ones_again(make):
+    pair = make(lambda: Other("re-entrant"))
+    pair.model(batch().requires_grad_()).square().mean().backward()
+    assert [type(parameter) for parameter in pair.model.parameters()] == [nn.Parameter] * 8
+    pair.optimizer.step()
+    train_step(pair.plain, pair.plain_optimizer)
+    pair.optimizer.zero_grad()
+    pair.same(train_step)
+
+
+def test_views_that_anybody_holds_keep_their_values_until_the_backward_ends(make):
+    def step(model, optimizer):
+        x = batch().requires_grad_()
+        # Whose backward is the last, and sees no change of a weight that was used through `.data`.
+        return [finish(model(linear(x, model[0].weight.data)).square().sum(), optimizer), x.grad]
+
+    pair = make()
+    for _ in range(3):
+        pair.same(step)
+
+
+def test_a_graph_that_is_kept_is_used_again_only_after_a_step_as_in_pytorch(make):
+    def step(model, optimizer):
+        loss = loss_of(model)
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
-
-def test_after_the_backward_parameters_are_ordinary_ones_again():
-    with Twins(lambda: Other("re-entrant")) as twins:
-        twins.model(batch().requires_grad_()).square().sum().backward()
-        assert [type(parameter) for parameter in twins.model.parameters()] == [nn.Parameter] * 8
-        twins.session.optimizer.step()
-        train(twins.plain, twins.optimizer)
-        twins.session.optimizer.zero_grad()
-        twins.each(train)
+    make().same(step)
 
 
-def test_views_that_anybody_holds_keep_their_values_until_the_backward_ends():
-    with Twins(stack) as twins:
+def test_parameters_of_no_group_and_those_trained_later_are_as_in_pytorch(make):
+    def some(model):
+        return patrickstar.AdamW([*model.parameters()][2:], lr=1e-2, weight_decay=0.1)
 
-        def step(model, optimizer):
-            x = batch().requires_grad_()
-            # Whose backward is the last, and sees no change of a weight that was used through `.data`.
-            loss = model(linear(x, model[0].weight.data)).square().sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return [loss.detach(), x.grad]
-
-        for _ in range(3):
-            twins.each(step)
-
-
-def test_a_graph_that_is_kept_is_used_again_only_after_a_step_as_in_pytorch():
-    with Twins(stack) as twins:
-
-        def step(model, optimizer):
-            loss = model(batch()).square().sum()
-            loss.backward(retain_graph=True)
-            optimizer.step()
-            optimizer.zero_grad()
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                loss.backward()
-
-        twins.each(step)
-
-
-def test_parameters_of_no_group_and_those_trained_later_are_as_in_pytorch():
-    with Twins(stack, lambda model: [*model.parameters()][2:], **ROOMY) as twins:
-        for each in (twins.plain, twins.model):
-            each[4].requires_grad_(False)
-        for number in range(4):
-            if number == 2:
-                for each in (twins.plain, twins.model):
-                    each[4].requires_grad_(True)
-            twins.each(train)
-            twins.each(lambda model, _: model[0].weight.grad)  # which nobody zeroes
-        assert twins.session.stats().binding == "whole"
+    pair = make(make_optimizer=some, **ROOMY)
+    for number in range(4):
+        pair.each(lambda model, _: model[4].requires_grad_(number >= 2))
+        pair.same(train_step)
+        pair.same(lambda model, _: model[0].weight.grad)  # which nobody zeroes
+    assert pair.session.stats().binding == "whole"
 
 
 def zeroed_by_hand(model, _):
@@ -288,31 +242,31 @@ def zeroed_by_hand(model, _):
 
 
 ZEROED = {
-    "by the optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "by the optimizer": zero,
     "with zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
     "by the model": lambda model, optimizer: model.zero_grad(),
     "by hand": zeroed_by_hand,
 }
 
 
-@pytest.mark.parametrize("zero", ZEROED)
+@pytest.mark.parametrize("how", ZEROED)
 @pytest.mark.parametrize("first", [True, False], ids=["before the backward", "after the step"])
-def test_gradients_are_zeroed_however_it_is_done(zero, first):
-    with Twins(stack) as twins:
+def test_gradients_are_zeroed_however_it_is_done(how, first, make):
+    pair = make()
 
-        def step(model, optimizer):
-            loss = model(batch()).square().sum()
-            if first:
-                ZEROED[zero](model, optimizer)
-            loss.backward()
-            optimizer.step()
-            if not first:
-                ZEROED[zero](model, optimizer)
-                if model is twins.model:
-                    assert all(parameter.grad is None for parameter in model.parameters())
+    def step(model, optimizer):
+        loss = loss_of(model)
+        if first:
+            ZEROED[how](model, optimizer)
+        loss.backward()
+        optimizer.step()
+        if not first:
+            ZEROED[how](model, optimizer)
+            if model is pair.model:
+                assert all(parameter.grad is None for parameter in model.parameters())
 
-        for _ in range(3):
-            twins.each(step)
+    for _ in range(3):
+        pair.same(step)
 
 
 USES = {
@@ -325,106 +279,108 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_gradient_that_was_used_cannot_be_used_again(use):
-    with Twins(stack) as twins:
-        twins.each(lambda model, optimizer: (model(batch()).square().sum().backward(), optimizer.step())[1])
-        with pytest.raises(StateError, match="in_backward"):
-            USES[use](twins.model, twins.session)
-        twins.each(lambda _, optimizer: optimizer.zero_grad())
-        twins.each(train)
+def test_a_gradient_that_was_used_cannot_be_used_again(use, make):
+    pair = make()
+    pair.same(use_gradients)
+    with pytest.raises(StateError, match="in_backward"):
+        USES[use](pair.model, pair.session)
+    pair.same(zero)
+    pair.same(train_step)
 
 
-def test_gradients_do_not_add_up():
-    with Twins(stack) as twins:
-        losses = [[model(batch(seed)).square().sum() for seed in range(2)] for model in (twins.plain, twins.model)]
-        for first, _ in losses:
-            first.backward()
-        twins.optimizer.step()
-        for refused in ("a second backward before", "step() again", "a backward after a step"):
-            with pytest.raises(StateError, match=refused.replace("(", r"\(").replace(")", r"\)")):
-                (twins.session.optimizer.step if "again" in refused else twins.model(batch()).sum().backward)()
-            if refused.startswith("a second"):
-                twins.session.optimizer.step()
-            assert equal(list(twins.plain.parameters()), list(twins.model.parameters()))
-        twins.each(lambda _, optimizer: optimizer.zero_grad())
-        twins.each(train)
+def test_gradients_do_not_add_up(make):
+    pair = make()
+    losses = [[loss_of(model, number) for number in range(2)] for model in (pair.plain, pair.model)]
+    for first, _ in losses:
+        first.backward()
+    pair.plain_optimizer.step()
+    for refused in ("a second backward before", "step() again", "a backward after a step"):
+        with pytest.raises(StateError, match=refused.replace("(", r"\(").replace(")", r"\)")):
+            (pair.optimizer.step if "again" in refused else loss_of(pair.model).backward)()
+        if refused.startswith("a second"):
+            pair.optimizer.step()
+        assert_same(pair.plain, pair.plain_optimizer, pair.session)
+    pair.same(zero)
+    pair.same(train_step)
 
 
-def test_a_gradient_assigned_after_the_backward_is_refused_at_the_step():
-    with Twins(stack) as twins:
-        twins.model(batch()).square().sum().backward()
-        twins.model[2].bias.grad = torch.ones(32)
-        with pytest.raises(StateError, match=r"\.grad of 2.bias was assigned a tensor after the backward"):
-            twins.session.optimizer.step()
-        twins.model[2].bias.grad = None
-        twins.session.optimizer.step()
-        train(twins.plain, twins.optimizer)
-        twins.session.optimizer.zero_grad()
-        twins.each(train)
+def test_a_gradient_assigned_after_the_backward_is_refused_at_the_step(make):
+    pair = make()
+    backward(pair.model)
+    pair.model[2].bias.grad = torch.ones(32)
+    with pytest.raises(StateError, match=r"\.grad of 2.bias was assigned a tensor after the backward"):
+        pair.optimizer.step()
+    pair.model[2].bias.grad = None
+    pair.optimizer.step()
+    use_gradients(pair.plain, pair.plain_optimizer)
+    pair.same(zero)
+    pair.same(train_step)
 
 
-def test_a_gradient_of_the_users_own_is_added_to_and_used_at_the_step_and_left():
-    with Twins(stack) as twins:
+def test_a_gradient_of_the_users_own_is_added_to_and_used_at_the_step_and_left(make):
+    def step(model, optimizer):
+        model[2].bias.grad = torch.ones(32)
+        use_gradients(model, optimizer)
+        left = model[2].bias.grad.clone()
+        optimizer.zero_grad()
+        return left
 
-        def step(model, optimizer):
-            model[2].bias.grad = torch.ones(32)
-            model(batch()).square().sum().backward()
-            optimizer.step()
-            left = model[2].bias.grad.clone()
-            optimizer.zero_grad()
-            return left
-
-        for _ in range(2):
-            twins.each(step)
+    pair = make()
+    for _ in range(2):
+        pair.same(step)
 
 
-def test_a_backward_that_raises_half_way_leaves_parameters_of_no_one_step(tmp_path):
-    with Twins(stack) as twins:
-        twins.each(train)
-        twins.session.save_checkpoint(tmp_path)
-        handle = twins.model[4].weight.register_hook(lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            twins.model(batch()).square().sum().backward()
-        handle.remove()
-        for call in (
-            lambda: twins.model(batch()),
-            twins.session.optimizer.step,
-            lambda: twins.session.save_checkpoint(tmp_path / "no"),
-        ):
-            with pytest.raises(StateError, match=r"after \d parameters had been updated .*load_checkpoint"):
-                call()
-        twins.session.load_checkpoint(tmp_path)
-        assert all(parameter.grad is None for parameter in twins.model.parameters())
-        twins.each(train)
+def test_a_backward_that_raises_half_way_leaves_parameters_of_no_one_step(tmp_path, make):
+    pair = make()
+    pair.same(train_step)
+    pair.session.save_checkpoint(tmp_path)
+    handle = pair.model[4].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(pair.model)
+    handle.remove()
+    for call in (
+        lambda: pair.model(batch()),
+        pair.optimizer.step,
+        lambda: pair.session.save_checkpoint(tmp_path / "no"),
+    ):
+        with pytest.raises(StateError, match=r"after \d parameters had been updated .*load_checkpoint"):
+            call()
+    pair.session.load_checkpoint(tmp_path)
+    assert all(parameter.grad is None for parameter in pair.model.parameters())
+    pair.same(train_step)
 
 
 @pytest.mark.parametrize(("way", "waiting_bytes"), [("once", 0), ("detached first", 4 * 32 * 32)])
-def test_the_smallest_budget_at_which_they_keep_their_bytes_has_room_for_gradients_that_wait(way, waiting_bytes):
-    with Twins(lambda: Other(way), **ROOMY) as twins:
-        twins.each(train)
-        stats, trace = twins.session.stats(), twins.session.trace
-    needed = sum(stats.model_data.values()) + waiting_bytes + trace.peak
+def test_the_smallest_budget_at_which_they_keep_their_bytes_has_room_for_gradients_that_wait(way, waiting_bytes, make):
+    pair = make(lambda: Other(way), **ROOMY)
+    pair.same(train_step)
+    needed = sum(pair.session.stats().model_data.values()) + waiting_bytes + pair.session.trace.peak
     for budget, expected in ((needed, True), (needed - 1, False)):
-        with Twins(lambda: Other(way), **{**ROOMY, "device_memory": budget}) as twins:
-            twins.each(train)
-            stats = twins.session.stats()
-            assert (stats.binding == "whole") is expected
-            assert stats.peak["device"] <= budget
+        pair = make(lambda: Other(way), **{**ROOMY, "device_memory": budget})
+        pair.same(train_step)
+        stats = pair.session.stats()
+        assert (stats.binding == "whole") is expected
+        assert stats.peak["device"] <= budget
 
 
-@pytest.mark.parametrize("way", ["once", "detached first", "re-entrant twice", "by chance"])
-def test_what_a_forecast_says_of_the_peak_is_what_is_taken(way):
+IN_BACKWARD = ("once", "detached first", "re-entrant twice", "by chance")
+
+
+@pytest.mark.parametrize(
+    ("way", "step", "kind"),
+    [*((way, "in_backward", "fp32") for way in IN_BACKWARD), ("once", "deferred", "fp32")]
+    + [("once", step, "bf16") for step in ("in_backward", "deferred")],
+)
+def test_what_a_forecast_says_of_the_peak_is_what_is_taken(way, step, kind):
     class Loss(Other):
         def forward(self, x):
-            return {"loss": super().forward(x).square().sum()}
+            return {"loss": super().forward(x).float().square().sum()}
 
-    model = Loss(way)
-    found = forecast(model, {"x": batch()}, host_memory="2GiB", step="in_backward")
-    with managed(model, host_memory="2GiB") as session:
+    given = {"host_memory": "2GiB", "step": step, "precision": kind, "options": options(compute=kind)}
+    found = forecast(model := Loss(way), {"x": batch()}, **given)
+    with patrickstar.manage(model, adamw(model), **given) as session:
         for _ in range(3):
-            model(batch())["loss"].backward()
-            session.optimizer.step()
-            session.optimizer.zero_grad()
+            finish(model(batch())["loss"], session.optimizer)
         assert session.stats().binding == "whole"
         assert session.stats().peak["host"] == found.peak["host"]
 
@@ -434,7 +390,7 @@ class Apart(nn.Module):
 
     def __init__(self):
         super().__init__()
-        for number, layer in enumerate(stack()[::2]):
+        for number, layer in enumerate(mlp()[::2]):
             self.add_module(f"layer{number}", layer)
 
     def forward(self, x):
@@ -443,57 +399,55 @@ class Apart(nn.Module):
         return x
 
 
-def test_from_the_first_forward_on_that_does_not_fit_gradients_are_used_as_ever():
-    with Twins(Apart, **ROOMY) as twins:
+def test_from_the_first_forward_on_that_does_not_fit_gradients_are_used_as_ever(make):
+    def step(model, optimizer, rows):
+        loss = loss_of(model, rows=rows)
+        optimizer.zero_grad()  # of used gradients, which are those of before
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
 
-        def step(rows):
-            def do(model, optimizer):
-                loss = model(batch(rows=rows)).square().sum()
-                optimizer.zero_grad()  # of used gradients, which are those of before
-                loss.backward()
-                optimizer.step()
-                return loss.detach()
-
-            return do
-
-        for rows, is_whole in ((4, True), (4, True), (96, False), (4, False)):
-            twins.each(step(rows))
-            assert (twins.session.stats().binding == "whole") is is_whole
-        with pytest.raises(StateError, match="was used and released"):
-            twins.model.layer0.weight.grad.sum()
+    pair = make(Apart, **ROOMY)
+    for rows, is_whole in ((4, True), (4, True), (96, False), (4, False)):
+        pair.same(step, rows)
+        assert (pair.session.stats().binding == "whole") is is_whole
+    assert_same(pair.plain, pair.plain_optimizer, pair.session)
+    with pytest.raises(StateError, match="was used and released"):
+        pair.model.layer0.weight.grad.sum()
 
 
-def test_so_they_are_when_an_evaluation_comes_before_they_are_zeroed():
-    with Twins(Apart, **ROOMY) as twins:
-        twins.each(lambda model, optimizer: (model(batch()).square().sum().backward(), optimizer.step())[1])
-        with torch.no_grad():
-            twins.each(lambda model, _: model(batch(rows=600)))
-        assert "by use" in twins.session.stats().binding
-        with pytest.raises(StateError, match="a backward after a step"):
-            twins.model(batch()).sum().backward()
-        twins.each(lambda model, _: model.zero_grad())
-        twins.each(train)
+def test_so_they_are_when_an_evaluation_comes_before_they_are_zeroed(make):
+    pair = make(Apart, **ROOMY)
+    pair.same(use_gradients)
+    with torch.no_grad():
+        pair.same(lambda model, _: loss_of(model, rows=600))
+    assert "by use" in pair.session.stats().binding
+    with pytest.raises(StateError, match="a backward after a step"):
+        backward(pair.model)
+    pair.each(lambda model, _: model.zero_grad())
+    pair.same(train_step)
+    assert_same(pair.plain, pair.plain_optimizer, pair.session)
 
 
-def test_a_refused_forward_leaves_used_gradients_what_they_are():
-    with Twins(stack, **ROOMY) as twins:
-        twins.each(lambda model, optimizer: (model(batch()).square().sum().backward(), optimizer.step())[1])
-        views = [parameter.data for parameter in twins.model.parameters()]
-        with pytest.raises(patrickstar.BudgetError, match="chunks of weights are held"):
-            twins.model(batch(rows=96))
-        del views
-        with pytest.raises(StateError, match="was used and released"):
-            twins.model[0].weight.grad.sum()
-        with pytest.raises(StateError, match="a backward after a step"):
-            twins.model(batch()).sum().backward()
-        twins.each(lambda _, optimizer: optimizer.zero_grad())
-        twins.each(train)
-        assert twins.session.stats().binding == "whole"
+def test_a_refused_forward_leaves_used_gradients_what_they_are(make):
+    pair = make(**ROOMY)
+    pair.same(use_gradients)
+    views = [parameter.data for parameter in pair.model.parameters()]
+    with pytest.raises(patrickstar.BudgetError, match="chunks of weights are held"):
+        loss_of(pair.model, rows=96)
+    del views
+    with pytest.raises(StateError, match="was used and released"):
+        pair.model[0].weight.grad.sum()
+    with pytest.raises(StateError, match="a backward after a step"):
+        backward(pair.model)
+    pair.same(zero)
+    pair.same(train_step)
+    assert pair.session.stats().binding == "whole"
 
 
-def test_close_leaves_no_gradient_that_was_used():
-    with Twins(stack) as twins:
-        twins.each(lambda model, optimizer: (model(batch()).square().sum().backward(), optimizer.step())[1])
-        twins.session.close()
-        assert all(type(p) is nn.Parameter and p.grad is None for p in twins.model.parameters())
-        twins.model(batch()).sum().backward()
+def test_close_leaves_no_gradient_that_was_used(make):
+    pair = make()
+    pair.same(use_gradients)
+    pair.close()
+    assert all(p.grad is None for p in pair.model.parameters())
+    backward(pair.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import patrickstar
 from patrickstar import StateError
-from patrickstar.session.forecast import forecast
-from tests.session.builders import MakePair, adamw, batch, mlp, options
+from tests.session.builders import MakePair, adamw, alike, batch, finish, mlp, options
 from tests.session.script import Script
-from tests.session.test_whole import equal
 
 pytestmark = pytest.mark.whole
 
@@ -79,8 +77,8 @@ def test_whatever_torch_does_with_the_model_in_the_middle_of_a_training_has_the_
                 assert all(type(p) is nn.Parameter and type(p.grad) is Tensor for p in each.parameters())
                 stepped.step()
                 stepped.zero_grad()
-            assert equal(*found)
-        assert equal(list(plain.parameters()), list(model.parameters()))
+            assert alike(*found)
+        assert alike(list(plain.parameters()), list(model.parameters()))
         assert session.stats().binding == "whole"
 
 
@@ -101,12 +99,9 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize(("times", "binding"), [(1, "whole"), (2, "gradients of 16 bits come in parts")])
 def test_gradients_that_come_in_parts_add_up_in_16_bits_first(times: int, binding: str) -> None:
-    script = Script("bf16", lambda: Checkpointed(times), device="emulated", device_memory="64MiB")
-    try:
+    with closing(Script("bf16", lambda: Checkpointed(times), device="emulated", device_memory="64MiB")) as script:
         script.run("2[forward backward] grad(2) step zero train read")
         assert binding in script.session.stats().binding
-    finally:
-        script.close()
 
 
 def test_parts_that_no_trace_shows_are_refused_in_a_second_backward() -> None:
@@ -118,8 +113,7 @@ def test_parts_that_no_trace_shows_are_refused_in_a_second_backward() -> None:
 
 
 def test_an_exception_in_a_second_backward_leaves_gradients_that_are_to_be_zeroed() -> None:
-    script = Script("bf16", device="emulated", device_memory="64MiB")
-    try:
+    with closing(Script("bf16", device="emulated", device_memory="64MiB")) as script:
         script.run("train forward backward")
         handle = get_gradient_edge(script.model[4].weight).node.register_prehook(lambda _: 1 / 0)  # after ours
         with pytest.raises(ZeroDivisionError):
@@ -128,8 +122,6 @@ def test_an_exception_in_a_second_backward_leaves_gradients_that_are_to_be_zeroe
         with pytest.raises(StateError, match=r"Call optimizer.zero_grad\(\)"):
             script.session.optimizer.step()
         script.run("zero read train read")
-    finally:
-        script.close()
 
 
 def test_a_gradient_of_another_parameter_is_no_gradient_to_assign() -> None:
@@ -145,9 +137,7 @@ def test_the_smallest_budget_has_room_for_all_that_is_kept_beside_weights() -> N
     def trained(**machine: Any) -> Any:
         with patrickstar.manage(model := mlp(), adamw(model), **BF16, **machine) as session:
             for _ in range(2):
-                model(batch()).float().square().sum().backward()
-                session.optimizer.step()
-                session.optimizer.zero_grad()
+                finish(model(batch()).float().square().sum(), session.optimizer)
             return session.stats(), session.trace, session.layout
 
     stats, trace, layout = trained(**ROOMY)
@@ -160,40 +150,16 @@ def test_the_smallest_budget_has_room_for_all_that_is_kept_beside_weights() -> N
 
 
 def test_a_weight_that_is_widened_shows_what_was_written_until_the_next_forward() -> None:
-    script = Script("bf16-fp32", device="emulated", device_memory="64MiB")
-    try:
+    with closing(Script("bf16-fp32", device="emulated", device_memory="64MiB")) as script:
         script.run("train")
         weight = script.model[2].weight
         for model in (script.model, script.plain.model):
             model[2].weight.data += 0.1
-        assert not equal(weight, weight.bfloat16().float())
+        assert not alike(weight, weight.bfloat16().float())
         script.plain.twin.carry()
         script.run("evaluate")
-        assert equal(weight, weight.bfloat16().float())
+        assert alike(weight, weight.bfloat16().float())
         script.run("read train read")
-    finally:
-        script.close()
-
-
-@pytest.mark.parametrize("step", ["deferred", "in_backward"])
-def test_what_a_forecast_says_of_the_peak_is_what_is_taken(step: str) -> None:
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = mlp()
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"loss": self.layers(x).float().square().sum()}
-
-    arguments: dict[str, Any] = {"host_memory": "2GiB", "step": step, **BF16}
-    found = forecast(model := Loss(), {"x": batch()}, **arguments)
-    with patrickstar.manage(model, adamw(model), **arguments) as session:
-        for _ in range(3):
-            model(batch())["loss"].backward()
-            session.optimizer.step()
-            session.optimizer.zero_grad()
-        assert session.stats().binding == "whole"
-        assert session.stats().peak["host"] == found.peak["host"]
 
 
 def test_an_update_that_fails_half_way_leaves_parameters_of_no_one_step(
@@ -215,12 +181,9 @@ def test_an_update_that_fails_half_way_leaves_parameters_of_no_one_step(
 @pytest.mark.parametrize("before", ["", "forward backward "])
 def test_from_the_first_forward_on_that_does_not_fit_nothing_of_it_is_lost(before: str) -> None:
     """Gradients, kept by autograd or in chunks, and a change by hand that nobody has looked at."""
-    script = Script("bf16", device="emulated", device_memory="220KiB", host_memory="8MiB")
-    try:
+    with closing(Script("bf16", device="emulated", device_memory="220KiB", host_memory="8MiB")) as script:
         script.run(f"train {before}forward backward")
         assert script.session.stats().binding == "whole"
         script.weights(lambda model: [p.data[3:].mul_(0.3) for p in model.parameters()])
         script.run("forward(rows=60) backward limit(.01) step zero train read")
         assert "by use" in script.session.stats().binding
-    finally:
-        script.close()

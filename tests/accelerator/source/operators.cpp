@@ -16,6 +16,9 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include <sstream>
+#include <unordered_map>
+
 #include "allocators.h"
 #include "generator.h"
 #include "memory.h"
@@ -197,16 +200,48 @@ class Call {
     return only;
   }
 
+  // All that may decide the shapes of the results; empty where values of the host may, too.
+  std::string what_decides_shapes() const {
+    std::ostringstream all;
+    all << name_ << c10::get_default_dtype_as_scalartype();
+    bool is_all = true;
+    for (auto& value : arguments_) {
+      all << ';' << value.tagKind();
+      is_all &= !value.isOptionalTensorList();
+      if (!value.isTensor() && !value.isTensorList()) all << value;
+      each_tensor(value, [&](const Tensor& tensor) {
+        is_all &= on_device(tensor) || tensor.unsafeGetTensorImpl()->is_wrapped_number();
+        all << ';' << tensor.device().type() << tensor.scalar_type() << tensor.sizes() << tensor.strides();
+      });
+    }
+    return is_all ? all.str() : "";
+  }
+
   // Runs the operation on tensors without data. False where its shapes depend on data or nobody has written them down.
+  // They are kept: the kernels that find them are written in Python, and take longer than the operations themselves.
   bool find_shapes() try {
+    static auto* known = new std::unordered_map<std::string, std::vector<IValue>>;
+    const auto key = what_decides_shapes();
+    bool is_resized = false;
+    {
+      Lock lock(scheduler().state);
+      if (auto found = known->find(key); found != known->end()) {
+        shapes_ = found->second;
+        return true;
+      }
+    }
     for (auto& value : arguments_) shapes_.push_back(with_tensors(value, c10::Device(c10::kMeta), shape_of));
     auto before = shapes_;
     operation_.callBoxed(&shapes_);
     for (size_t i = 0; i < arguments_.size(); ++i) {
       if (!writes(schema_.arguments()[i]) || !arguments_[i].isTensor()) continue;
       const Tensor &tensor = arguments_[i].toTensor(), &shape = before[i].toTensor();
-      if (!tensor.sizes().equals(shape.sizes())) tensor.resize_(shape.sizes());
+      if (tensor.sizes().equals(shape.sizes())) continue;
+      is_resized = true;
+      tensor.resize_(shape.sizes());
     }
+    Lock lock(scheduler().state);
+    if (!key.empty() && !is_resized) known->emplace(key, shapes_);
     return true;
   } catch (const std::exception&) {
     return false;
