@@ -226,6 +226,8 @@ class OfflineTracer:
         fakes: _Fakes,
     ) -> BoundTwin:
         """A twin of the part of a model at a path, which has these parameters. `blocks`: paths of those that are bound."""
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+            raise CannotTrace("a part of the model is a ScriptModule, which cannot be copied onto fake tensors")
         touches = replace(self.make_touches(), layout=layout)
         owner = Twin(touches, self.dtypes, device=self.device, on_device=self.on_device)  # type: ignore[abstract]  # see `Owner`
         with without_modes():
