@@ -87,9 +87,9 @@ def is_running_in(module: str) -> bool:
     return any(frame.f_globals.get("__name__") == module for frame in frames())
 
 
-def frames() -> Iterator[FrameType]:
-    """The frames that have led here."""
-    now: FrameType | None = sys._getframe(1)
+def frames(now: FrameType | None = None) -> Iterator[FrameType]:
+    """The frames that have led here, or to this one."""
+    now = now or sys._getframe(1)
     while now is not None:
         yield now
         now = now.f_back
@@ -149,7 +149,7 @@ def _told(
 
 
 def _telling(kind: type[nn.Module], calls: weakref.ref[ModuleCalls], method: str) -> type[nn.Module]:
-    """A class that is like another, but for its calls. What is copied, or pickled, is of the other."""
+    """A class that is like another, and equal to it (`type(module) == nn.Linear`), but for its calls. What is copied, or pickled, is of the other."""
     own = getattr(kind, method)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +174,8 @@ def _telling(kind: type[nn.Module], calls: weakref.ref[ModuleCalls], method: str
         make = kind.__new__ if make.__name__ == "__newobj__" else make
         return make, tuple(kind if part is type(self) else part for part in made_of), *state
 
-    metaclass: Any = type(kind)
+    alike = {"__eq__": lambda one, other: other is one or other is kind, "__hash__": lambda _: hash(kind)}
+    metaclass: Any = type(type(kind).__name__, (type(kind),), alike)
     members = {method: call, "__reduce_ex__": reduce, **{name: getattr(kind, name) for name in _NAMES}}
     if method == "_call_impl":
         members |= {"__call__": call_compiled, "compile": compile_own}

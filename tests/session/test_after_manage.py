@@ -103,6 +103,9 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "data of another shape": (assigning(torch.ones(8, 8)), r"session\.write"),
     "data of another type": (assigning(torch.ones(32, 32, dtype=torch.float64)), r"session\.write"),
     "data on another device": (assigning(torch.ones(32, 32, device="meta")), r"session\.write"),
+    "data of another": (lambda model: setattr(model[0].weight, "data", model[2].weight.data), "view of managed memory"),
+    "its own data, turned round": (lambda model: setattr(model[0].weight, "data", model[0].weight.data.t()), "view of"),
+    "shared memory": (lambda model: model.share_memory(), "share_memory_"),
 }
 
 

@@ -5,6 +5,7 @@ import pickle
 import re
 import weakref
 from collections import Counter
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
@@ -43,6 +44,9 @@ def test_parameters_are_ordinary_while_a_block_runs_and_placeholders_in_between(
         assert len(real) == 6
         assert all(value.isfinite().all() for entry in real for _, value in entry)
         assert not any(type(parameter) is nn.Parameter for parameter in model.parameters())
+        # What programs ask of a module that is watched (`if type(module) == nn.Linear`).
+        assert [type(model.blocks[0]) == kind for kind in (Seen, Block)] == [True, False]  # noqa: E721
+        assert {Seen: 1}[type(model.blocks[0])] == 1
         stats = session.stats()
         assert stats.binding.startswith("8 blocks, the rest by use: ")
         assert (stats.planned_steps, stats.reactive_steps) == (1, 0)
@@ -487,6 +491,33 @@ def test_what_a_block_only_passes_on_does_not_begin_its_backward():
         ]
         assert weights[0] == "first.weight"  # whose chunk the last layer is in
         assert weights[1:] == [f"blocks.{number}.scale" for number in reversed(range(6))]
+
+
+@dataclass
+class Output:
+    value: torch.Tensor
+    aside: torch.Tensor | None = None
+
+
+def test_a_block_whose_output_is_a_dataclass_is_open_in_its_backward():
+    class Unseen(Fused):
+        @staticmethod
+        def backward(ctx, gradient):
+            with torch._C.DisableTorchFunctionSubclass():
+                return gradient @ ctx.weight, gradient.T @ gradient[:, :WIDTH]
+
+    class Returns(Block):
+        def forward(self, x):
+            return Output(x + self.scale * self.down(Unseen.apply(x, self.up.weight)))
+
+    class Reads(Model):
+        def forward(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x).value
+            return self.last(x).square().mean()
+
+    train_both(build(Returns, Reads), build(Returns, Reads))
 
 
 def test_blocks_whose_backward_uses_a_weight_after_its_gradient_are_bound_by_use():

@@ -173,7 +173,7 @@ def test_two_parameters_over_the_same_memory_are_refused() -> None:
         layers[1].weight = nn.Parameter(layers[0].weight.data)
         return layers
 
-    with pytest.raises(LayoutError, match=r"0\.weight and 1\.weight are two parameters that share memory"):
+    with pytest.raises(LayoutError, match=r"0\.weight and 1\.weight share memory"):
         patrickstar.manage(deferred(build))
 
 

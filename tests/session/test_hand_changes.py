@@ -15,7 +15,18 @@ from torch.nn import functional as F
 from patrickstar import ConfigError, StateError
 from tests.parity.compare import same_bits
 from tests.session import changes
-from tests.session.builders import ROOMY, MakePair, adamw, batch, expect_bits, loss_of, mlp, train_step, values
+from tests.session.builders import (
+    ROOMY,
+    MakePair,
+    adamw,
+    assert_same,
+    batch,
+    expect_bits,
+    loss_of,
+    mlp,
+    train_step,
+    values,
+)
 
 
 def add(model: nn.Module) -> None:
@@ -161,6 +172,31 @@ def test_torchs_averaged_model(make_pair: MakePair, decay: str) -> None:
     with torch.no_grad():
         assert same_bits(averages[0](batch()), averages[1](batch()))
     pair.expect_same()
+
+
+def exchanged(model: nn.Module, _: Any) -> list[Tensor]:
+    """Evaluates with halves of the weights, by the lines that many programs have for averages."""
+    backup = {name: p.data for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.data = p.data * 0.5
+    with torch.no_grad():
+        average = model(batch())
+    kept = [data.clone() for data in backup.values()]
+    for name, p in model.named_parameters():
+        p.data = backup[name]
+    return [average, *kept]
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.whole), "emulated"])
+def test_what_a_parameter_had_keeps_its_values_when_it_gets_other_data(make_pair: MakePair, device: str) -> None:
+    pair = make_pair(**({"device": "cpu"} if device == "cpu" else {}))
+    for number in range(3):
+        pair.train(1, first=number)
+        pair.same(exchanged)
+    for p in pair.model.parameters():
+        p.data = p.data.contiguous()
+    pair.train(1, first=3)
+    assert_same(pair.plain, pair.plain_optimizer, pair.session)
 
 
 # write

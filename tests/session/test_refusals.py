@@ -173,6 +173,13 @@ def quantised() -> nn.Module:
     return Mixed(torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), requires_grad=False)
 
 
+def with_buffer_over_weight() -> nn.Module:
+    model = nn.Linear(8, 8)
+    model.register_buffer("same", model.weight.data.view(-1))
+    model.register_buffer("again", model.same[4:])
+    return model
+
+
 IMPOSSIBLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "complex": (lambda: Mixed(torch.ones(4, dtype=torch.complex64)), "odd.*complex"),
     "integer": (lambda: Mixed(torch.ones(4, dtype=torch.int64), requires_grad=False), "odd.*integer"),
@@ -188,6 +195,7 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "lazy": (lambda: nn.LazyLinear(8), "no shape"),
     "subclass": (with_own_parameter, "OwnParameter"),
+    "a buffer over a weight": (with_buffer_over_weight, "same and weight share memory"),
 }
 
 

@@ -17,6 +17,7 @@ import patrickstar
 from patrickstar import StateError
 from tests.forked import in_forked_child
 from tests.session.builders import (
+    adamw,
     alike,
     assert_same,
     backward,
@@ -213,6 +214,48 @@ def test_values_given_by_hand_are_taken_over_at_a_forward_at_a_step_and_on_readi
             model(inputs())
         weight.data = torch.zeros(8, 8)
         model(inputs())
+
+
+def keep(model):
+    model.kept = model.first.weight.data
+    model.first.weight.data = torch.ones(8, 8)
+
+
+NOT_TAKEN = {
+    "something still has what it had": keep,
+    "a view of managed memory": lambda m: setattr(m.first.weight, "data", m.second.weight.data),
+    "a view": lambda m: setattr(m.first.weight, "data", m.first.weight.data.t()),
+    r"\(2, 8\)": lambda m: setattr(m.first.weight, "data", m.first.weight.data[:2]),
+    "in memory that processes share": lambda m: m.share_memory(),
+}
+
+
+@pytest.mark.parametrize("says", NOT_TAKEN)
+def test_memory_that_cannot_be_taken_over_is_refused_before_anything_is_computed(says):
+    model = build()
+    with patrickstar.manage(model, adamw(model)) as session:
+        train(model, session.optimizer)
+        values = {name: value.clone() for name, value in model.state_dict().items()}
+        data = {name: parameter.data for name, parameter in model.named_parameters()}
+        NOT_TAKEN[says](model)
+        for act in (lambda: model(inputs()), session.optimizer.step, lambda: dict(session.state_dict())):
+            with pytest.raises(StateError, match=says):
+                act()
+        model.kept = None
+        for name, parameter in model.named_parameters():
+            parameter.data = data.pop(name).clone()
+        assert all(torch.equal(value, session.state_dict()[name]) for name, value in values.items())
+
+
+def test_a_parameter_without_elements_is_an_ordinary_one():
+    plain, model = (nn.Sequential(nn.Linear(4, 0), nn.Linear(0, 4)) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    optimizer = adamw(plain)
+    with patrickstar.manage(model, adamw(model)) as session:
+        for each, steps in ((plain, optimizer), (model, session.optimizer)):
+            each(torch.ones(2, 4)).square().sum().backward()
+            steps.step()
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
 
 
 def test_a_view_that_outlives_the_session_keeps_its_values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from patrickstar.parameters.gradient_access import GradientAccess
 from patrickstar.parameters.tiles import NOT_ONE_TENSOR
 from patrickstar.parameters.transforms import expect_no_transform
 from patrickstar.parameters.weight_access import WeightAccess
-from patrickstar.torch_private import backward_id
+from patrickstar.torch_private import backward_id, is_being_compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,11 @@ class Attributes:
             raise StateError(f"{func.__name__}() was called on {bound.name}, which is used in tiles: {NOT_ONE_TENSOR}")
         if func in NEEDS_NO_DATA:
             return func(*args, **kwargs)
+        if func is Tensor.stride and is_being_compiled():
+            raise StateError(
+                f"torch.compile() of a function that is given {bound.name}, which lies in chunks, bound by use: it would see a placeholder. Compile "
+                "blocks (block.compile()) or functions that are given no parameters, such as the loss, or give a larger budget"
+            )
         if func in SHAPE_ONLY:
             return func(bound.shape_only, *args[1:], **kwargs)
         special = _SPECIAL.get(func)
@@ -89,6 +95,12 @@ class Attributes:
         # `p.data += x` adds in place, and assigns the alias of the very same bytes.
         if same is not None and same.name == bound.name:
             return
+        if hasattr(type(value), "managed_by"):
+            place = self.access.find(value)
+            is_its_own = place is not None and place[2] is self.access.records[bound.name].parameter
+            if is_its_own and (value.shape, value.stride()) == bound.view[:2]:  # `p.data = p.data.contiguous()`
+                return
+            raise StateError(not_its_own(bound, f"{bound.name}.data was assigned a view of managed memory"))
         tensor = bound.tensor()
         is_alike = (value.shape, value.dtype, value.device) == (tensor.shape, tensor.dtype, tensor.device)
         if bound.is_detached or not is_alike:
@@ -96,9 +108,10 @@ class Attributes:
             raise StateError(not_its_own(bound, what))
         # The bytes belong to the session: they take the values. What is left of PyTorch's meaning is that `value` becomes an alias.
         with torch.no_grad():
-            alias = self._get_data(bound)
-            # A use of the alias, as torch would tell of it: it does not ask classes now.
-            type(alias).__torch_function__(Tensor.copy_, (type(alias),), (alias, value))
+            # Uses, as torch would tell of them: it does not ask classes now.
+            use = partial(type(tensor).__torch_function__, types=(type(tensor),))
+            self.detached.part(bound.name, lambda: use(Tensor.clone, args=(tensor,)))
+            use(Tensor.copy_, args=(self._get_data(bound), value))
 
     def _escape(self, func: Callable[..., Any], bound: BoundParameter, *args: Any, **kwargs: Any) -> Any:
         """Hands memory out: that of a view of its own, so that what holds the view holds the slot.
@@ -158,6 +171,17 @@ class DetachedAliases:
     def hold(self, alias: Tensor, leased: Tensor) -> None:
         """Keeps the slot of an alias where it is as long as the alias lives: its address has been asked for."""
         self._leases[id(alias)] = leased
+
+    def part(self, name: str, values: Callable[[], Tensor]) -> None:
+        """Turns the aliases of a parameter into ordinary tensors with its values: it is about to get others."""
+        found = [reference() for reference, bound in list(self._known.values()) if bound.name == name]
+        kept = values() if found else None
+        for alias in found:
+            if alias is not None and kept is not None:
+                del self._known[id(alias)]
+                self._leases.pop(id(alias), None)
+                alias.__class__ = Tensor
+                alias.data = kept
 
     def release(self, by_name: Mapping[str, BoundParameter]) -> None:
         """Turns the aliases into ordinary tensors over what their parameters are now."""

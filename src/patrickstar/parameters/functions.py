@@ -136,8 +136,8 @@ SCATTERS = frozenset({Tensor.as_strided_scatter, torch.as_strided_scatter})
 HOOKS = _methods("register_hook register_post_accumulate_grad_hook retain_grad")
 """Functions that ask to be told of a gradient."""
 
-_MOVES = ("set", "resize", "resize_as", "t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "as_strided")
-REPOINTS = frozenset(f"{name}_" for name in _MOVES)
+_MOVES = "set resize resize_as t transpose swapaxes swapdims squeeze unsqueeze as_strided share_memory"
+REPOINTS = frozenset(f"{name}_" for name in _MOVES.split())
 """Names of functions that give a tensor another storage, shape or strides: a parameter in its slot has only those it has."""
 
 

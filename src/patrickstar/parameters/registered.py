@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 
@@ -13,7 +14,10 @@ class Registered:
         self.modules = list(model.modules())
         self.parameters = list(model.parameters())
         self._entries = [
-            (own, list(own.items())) for module in self.modules for own in (module._parameters, module._modules)
+            (own, list(own.items()))
+            for module in self.modules
+            if not isinstance(module, torch.jit.ScriptModule)  # which keeps what it has
+            for own in (module._parameters, module._modules)
         ]
 
     def are_there(self) -> bool:

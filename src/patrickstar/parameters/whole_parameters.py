@@ -52,7 +52,8 @@ class WholeParameters:
         self._by_use = by_use
         self._parameter_class = parameter_class
         self._device = device or torch.device("cpu")
-        self._addresses: list[tuple[BoundParameter, int]] = []
+        self._addresses: list[tuple[BoundParameter, int, tuple[int, ...]]] = []
+        self._memory: dict[BoundParameter, weakref.ref[torch.UntypedStorage]] = {}
         self._trained: set[str] = set()
         self._withheld: dict[BoundParameter, Tensor] = {}
 
@@ -61,7 +62,7 @@ class WholeParameters:
         records = list(self._access.records.values())
         for bound in records:
             self._hold(bound)
-        self._addresses = [(bound, bound.tensor().data_ptr()) for bound in records]
+        self._addresses = [(bound, bound.tensor().data_ptr(), bound.tensor().stride()) for bound in records]
         trained = [bound for bound in records if bound.tensor().requires_grad]
         self._trained = {bound.name for bound in trained}
         self._gradients.stay_put()
@@ -75,6 +76,7 @@ class WholeParameters:
     def _hold(self, bound: BoundParameter) -> None:
         parameter, place = bound.parameter, bound.shape_only
         if not place.numel():
+            parameter.data = torch.empty_like(place, device=self._device)
             return
         self._access.owner.use(bound.name, bound.touches)
         if bound.is_copied:
@@ -83,6 +85,7 @@ class WholeParameters:
             part = self._access.leases.take_part(bound.ref, slice(bound.offset, bound.offset + place.numel()))
         storage: Any = part.untyped_storage()  # which the parameter has for good, and with it leads to its owner
         storage.managed_by = weakref.ref(self._access.owner)
+        self._memory[bound] = weakref.ref(storage)
         gradient, parameter.grad = parameter.grad, None
         parameter.data = torch.as_strided(part, place.shape, place.stride())
         parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
@@ -109,17 +112,21 @@ class WholeParameters:
     def take_back(self, *, for_forward: bool = False) -> None:
         """Takes over what was done by hand: other memory (`p.data = value`), whose values are copied, an end of being frozen.
 
+        Where somebody still has the memory of before (`backup = p.data; p.data = average`), an evaluation runs with the other.
+
         Raises:
-            StateError: the memory is of another shape, type or device. BudgetError: there is no room for training what was frozen.
+            StateError: the memory is of another shape, type or device, or shared, or that of before is still somebody's.
+            BudgetError: there is no room for training what was frozen.
         """
         if backward_id() != -1:
             return
         self.give_back()
         with Plain():
-            for bound, address in self._addresses:
+            for bound, address, stride in self._addresses:
                 parameter = bound.tensor()
-                if parameter.data_ptr() != address:
-                    self._take_value(bound)
+                is_there = parameter.data_ptr() == address and parameter.stride() == stride
+                if not is_there or parameter.shape != bound.shape_only.shape:
+                    self._take_value(bound, evaluates=for_forward and not torch.is_grad_enabled())
                 if parameter.requires_grad and bound.name not in self._trained:
                     self._access.owner.thawed(bound.name)
                     self._trained.add(bound.name)
@@ -128,10 +135,22 @@ class WholeParameters:
                 if for_forward and bound.is_copied:
                     self._changes.look(bound)  # it shows what was written to it, and is to compute with what is kept
 
-    def _take_value(self, bound: BoundParameter) -> None:
+    def _take_value(self, bound: BoundParameter, *, evaluates: bool) -> None:
         value, place = bound.parameter.data, bound.shape_only
         if (value.shape, value.dtype, value.device) != (place.shape, place.dtype, self._device):
             what = f"{bound.name}.data was assigned a tensor {tuple(value.shape)} of {value.dtype} on {value.device}"
+            raise StateError(not_its_own(bound, what))
+        if value.device.type == "cpu" and value.is_shared():
+            raise StateError(
+                f"{bound.name} is in memory that processes share now (share_memory_(), a multiprocessing queue), and its bytes belong to a session. "
+                "Share a copy, copy.deepcopy(model); `parameter.data = parameter.data.clone()` ends it"
+            )
+        if hasattr(value.untyped_storage(), "managed_by"):
+            raise StateError(not_its_own(bound, f"{bound.name}.data was assigned a view of managed memory"))
+        if self._memory[bound]() is not None:
+            if evaluates:
+                return
+            what = f"{bound.name}.data was assigned other memory, and something still has what it had (`backup = parameter.data`)"
             raise StateError(not_its_own(bound, what))
         self._hold(bound)
         with torch.no_grad():

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from patrickstar.deferred.deferred_init import deferred_by, is_building
 from patrickstar.deferred.operations import is_dense
@@ -39,7 +39,7 @@ def check_model(model: object) -> dict[str, nn.Parameter]:
         raise LayoutError(
             f"parameters are on several devices ({', '.join(sorted(devices))}): move the model to the CPU first"
         )
-    _check_memory(named)
+    _check_memory(named, dict(model.named_buffers()))
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise LayoutError(
@@ -68,20 +68,23 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _check_memory(named: Mapping[str, nn.Parameter]) -> None:
-    """Refuses two parameters over the same bytes, which would be taken apart: what is written to one would no longer reach the other."""
+def _check_memory(named: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> None:
+    """Refuses two parameters, or one and a buffer, over the same bytes, which would be taken apart: what is written to one would no longer reach
+    the other.
+    """
     # Of parameters with gaps between their elements, others may lie in the gaps: they are not looked at.
     spans = sorted(
-        (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, name)
-        for name, parameter in named.items()
-        if parameter.numel() and is_dense(parameter) and deferred_by(parameter) is None
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
+        for name, tensor in (*named.items(), *buffers.items())
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" and tensor.layout is torch.strided
+        if tensor.numel() and is_dense(tensor)
     )
     pairs = itertools.chain(itertools.pairwise(spans), itertools.pairwise(_deferred_spans(named)))
     for (_, end, name), (start, _, other) in pairs:
-        if start < end:
+        if start < end and not (name in buffers and other in buffers):
             raise LayoutError(
-                f"{name} and {other} are two parameters that share memory: make them one (`model.b.weight = model.a.weight`), "
-                "or give each its own (`nn.Parameter(weight.clone())`)"
+                f"{name} and {other} share memory: make them one (`model.b.weight = model.a.weight`), or give each its own "
+                "(`nn.Parameter(weight.clone())`)"
             )
 
 

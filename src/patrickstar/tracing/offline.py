@@ -154,6 +154,8 @@ class OfflineTracer:
             hooks = top_saved_tensors_hooks()
             if with_backward and hooks is not None and not saves_on_cpu(hooks):
                 raise CannotTrace("hooks of saved tensors are on, which would be called")
+            if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+                raise CannotTrace("a part of the model is a ScriptModule, which cannot be copied onto fake tensors")
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(with_backward))
             touches = self.make_touches()

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -56,6 +57,9 @@ def no_side_effects(device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.autograd.forward_ad._set_fwd_grad_enabled(False))
         stack.enter_context(_unwarned())
         stack.enter_context(_random_states_kept(device))
+        # `parametrize.cached()` keeps weights of a copied module under the name of the one that it is a copy of.
+        stack.callback(setattr, parametrize, "_cache", parametrize._cache)
+        parametrize._cache = {}
         yield
 
 
