@@ -157,7 +157,7 @@ STREAMS: tuple[Mutant, ...] = (
     Fault("a-neighbours-activations-count", "step.device_room:DeviceRoom._give_up_last").by(
         drop("_counts"), f"{PEAKS}::test_a_session_does_not_count_its_neighbours_activations"
     ),
-    Fault("bytes-on-a-device-count-as-they-are-asked-for", "tracing.live_bytes:LiveBytes._note").by(
+    Fault("bytes-on-a-device-count-as-they-are-asked-for", "tracing.live_bytes:LiveBytes.note").by(
         assign("nbytes", "storage.nbytes()"), f"{PEAKS}::test_a_forecast_is_what_the_allocator_then_gives_out"
     ),
     Fault("the-end-of-a-large-block-counts-for-nothing", "core.cuda_blocks:cuda_block_bytes").by(

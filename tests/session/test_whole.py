@@ -234,7 +234,7 @@ NOT_TAKEN = {
 def test_memory_that_cannot_be_taken_over_is_refused_before_anything_is_computed(says):
     model = build()
     with patrickstar.manage(model, adamw(model)) as session:
-        train(model, session.optimizer)
+        one_step(model, session.optimizer, 1)
         values = {name: value.clone() for name, value in model.state_dict().items()}
         data = {name: parameter.data for name, parameter in model.named_parameters()}
         NOT_TAKEN[says](model)
