@@ -17,8 +17,9 @@ REQUIRED: Final = object()
 def _schedules() -> Iterator[tuple[str, dict[str, Any]]]:
     warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"}
     test = {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000, "lr_range_test_step_rate": 1.0}
-    cycle = {"cycle_first_step_size": 2000, "cycle_second_step_size": None, "cycle_first_stair_count": 0}
-    cycle |= {"cycle_second_stair_count": None, "cycle_momentum": True, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9}
+    cycle: dict[str, Any] = {"cycle_first_step_size": 2000, "cycle_second_step_size": None}
+    cycle |= {"cycle_first_stair_count": 0, "cycle_second_stair_count": None, "cycle_momentum": True}
+    cycle |= {"cycle_min_mom": 0.8, "cycle_max_mom": 0.9}
     decay = {"decay_lr_rate": 0.0, "decay_mom_rate": 0.0, "decay_step_size": 0}
     cosine = {"warmup_num_steps": 1000, "warmup_type": "log", "warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001}
     yield "LRRangeTest", {**test, "lr_range_test_staircase": False}
