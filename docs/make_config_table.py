@@ -16,8 +16,7 @@ from pathlib import Path
 from places import fill
 
 from patrickstar.config.engine.table import IGNORED, TABLE
-from patrickstar.config.settings import SCHEDULES
-from patrickstar.optim.schedules import defaults_of
+from patrickstar.config.settings import REQUIRED, SCHEDULES
 
 PAGE = Path(__file__).parent / "deepspeed.md"
 
@@ -33,8 +32,7 @@ def honoured() -> str:
 def schedules() -> str:
     rows = ["| `scheduler.type` | `scheduler.params`, with their defaults |", "|---|---|"]
     for name, parameters in SCHEDULES.items():
-        defaults = defaults_of(name)
-        said = (f"`{p}` ({json.dumps(defaults[p]) if p in defaults else 'required'})" for p in parameters.split())
+        said = (f"`{p}` ({'required' if v is REQUIRED else json.dumps(v)})" for p, v in parameters.items())
         rows.append(f"| `{name}` | {', '.join(said)} |")
     return "\n".join(rows)
 

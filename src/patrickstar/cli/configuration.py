@@ -16,15 +16,11 @@ from patrickstar.errors import ConfigError
 
 _PRECISIONS: Final = ("fp16.enabled", "bf16.enabled", "bfloat16.enabled", "patrickstar.precision")
 # The key that says what a flag says; and others that a flag stands in the place of, sections as a whole.
-_KEYS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "batch_size": "train_micro_batch_size_per_gpu",
-        "accumulate": "gradient_accumulation_steps",
-        "clip": "gradient_clipping",
-        "lr": "optimizer.params.lr",
-        **{name: f"patrickstar.{name}" for name in ("device", "precision", "device_memory", "host_memory")},
-        **{name: f"patrickstar.{name}" for name in ("disk", "disk_memory", "step")},
-    }
+_OWN: Final = ("device", "precision", "device_memory", "host_memory", "disk", "disk_memory", "step")
+_KEYS: Final = MappingProxyType(
+    {name: f"patrickstar.{name}" for name in _OWN}
+    | {"batch_size": "train_micro_batch_size_per_gpu", "accumulate": "gradient_accumulation_steps"}
+    | {"clip": "gradient_clipping", "lr": "optimizer.params.lr"}
 )
 _OTHERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -12,22 +12,24 @@ from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.problems import refuse
 
 REQUIRED: Final = object()
-_WARMUP: Final = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"}
-SCHEDULES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-    {
-        "LRRangeTest": {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000}
-        | {"lr_range_test_step_rate": 1.0, "lr_range_test_staircase": False},
-        "OneCycle": {"cycle_min_lr": REQUIRED, "cycle_max_lr": REQUIRED}
-        | {"cycle_first_step_size": 2000, "cycle_second_step_size": None}
-        | {"cycle_first_stair_count": 0, "cycle_second_stair_count": None}
-        | {"cycle_momentum": True, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9}
-        | {"decay_lr_rate": 0.0, "decay_mom_rate": 0.0, "decay_step_size": 0},
-        "WarmupLR": _WARMUP,
-        "WarmupDecayLR": {"total_num_steps": REQUIRED, **_WARMUP, "warmup_max_lr": 1e-3},
-        "WarmupCosineLR": {"total_num_steps": REQUIRED, "warmup_num_steps": 1000, "warmup_type": "log"}
-        | {"warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001},
-    }
-)
+
+
+def _schedules() -> Iterator[tuple[str, dict[str, Any]]]:
+    warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"}
+    test = {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000, "lr_range_test_step_rate": 1.0}
+    cycle: dict[str, Any] = {"cycle_first_step_size": 2000, "cycle_second_step_size": None}
+    cycle |= {"cycle_first_stair_count": 0, "cycle_second_stair_count": None, "cycle_momentum": True}
+    cycle |= {"cycle_min_mom": 0.8, "cycle_max_mom": 0.9}
+    decay = {"decay_lr_rate": 0.0, "decay_mom_rate": 0.0, "decay_step_size": 0}
+    cosine = {"warmup_num_steps": 1000, "warmup_type": "log", "warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001}
+    yield "LRRangeTest", {**test, "lr_range_test_staircase": False}
+    yield "OneCycle", {"cycle_min_lr": REQUIRED, "cycle_max_lr": REQUIRED, **cycle, **decay}
+    yield "WarmupLR", warmup
+    yield "WarmupDecayLR", {"total_num_steps": REQUIRED, **warmup, "warmup_max_lr": 1e-3}
+    yield "WarmupCosineLR", {"total_num_steps": REQUIRED, **cosine}
+
+
+SCHEDULES: Final = MappingProxyType({name: MappingProxyType(parameters) for name, parameters in _schedules()})
 """The parameters of DeepSpeed's schedules, with their defaults."""
 
 
