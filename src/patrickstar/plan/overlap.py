@@ -133,7 +133,7 @@ class _Overlap:
         return found
 
     def _updated(self, actions: Iterable[Action]) -> list[PlaneRef]:
-        """What updates have used that are over with a moment: between the tiers where they are waited for later than they begin."""
+        """Units that updates have used which are over with a moment: between the tiers where they are waited for later than they begin."""
         waits = (action.work for action in actions if self._is_between and isinstance(action, Wait))
         over = (work for work in waits if work.kind is WorkKind.UPDATE)
         return [ref for work in over for ref in units_of(Issue(work), self._home)]
