@@ -132,7 +132,4 @@ FORECASTS: tuple[Mutant, ...] = (
     Fault("a-cache-whose-bound-does-not-fit-is-refused", "step.forwards:KnownForwards.expect").by(
         always("is_own", nth=2), f"{GENERATE}::test_what_does_not_fit_is_refused_before_its_forward_computes"
     ),
-    Fault("lengths-that-do-not-fit-are-traced-again", "step.forwards:KnownForwards.expect").by(
-        drop("add"), f"{GENERATE}::test_what_does_not_fit_is_refused_before_its_forward_computes"
-    ),
 )
