@@ -13,6 +13,7 @@ HOOKS = "tests/session/test_hooks_of_users.py::test_a_hook_is_called_as_in_plain
 SHOWS = "tests/session/test_trial_runs.py::test_a_trial_run_shows_to_nobody"
 NAMED = "tests/session/test_named_budgets.py::test_the_budget_that_the_first_step_named_is_enough_for_every_step"
 TWICE = "tests/session/test_double_backward.py"
+GENERATE = "tests/session/test_generate.py"
 
 FORECASTS: tuple[Mutant, ...] = (
     Fault("a-layer-that-may-be-dropped-is-dropped-in-the-forecast", "tracing.offline:OfflineTracer.foresee").by(
@@ -140,5 +141,21 @@ FORECASTS: tuple[Mutant, ...] = (
     ),
     Fault("conjugates-are-plain", "tracing.trial_operations:_is_plain").by(
         without("tensor.is_conj()"), f"{AGAIN}::test_a_conjugate_is_one_each_time"
+    Fault("a-cache-is-planned-for-as-it-is-now", "tracing.caches:bounded").by(
+        replace("sorted(...)", "[past]"),
+        f"{GENERATE}::test_a_step_is_neither_traced_nor_planned_anew_and_fetches_a_block_that_moves_once",
+    ),
+    Fault("what-is-in-a-cache-is-in-no-forecast", "tracing.offline:OfflineTracer._run").by(
+        drop("note"), f"{GENERATE}::test_what_is_foreseen_at_the_bound_is_what_a_forward_takes_there[Llama]"
+    ),
+    Fault("what-is-in-a-cache-is-not-metered", "step.stretches:Stretches._begin").by(
+        drop("note"), f"{GENERATE}::test_what_is_foreseen_at_the_bound_is_what_a_forward_takes_there[Llama]"
+    ),
+    Fault("a-window-has-the-memory-of-all-that-has-passed", "tracing.caches:CacheAt.copied").by(
+        replace("(more - 1, 1)", "(more,)"),
+        f"{GENERATE}::test_what_is_foreseen_at_the_bound_is_what_a_forward_takes_there[windows]",
+    ),
+    Fault("a-cache-whose-bound-does-not-fit-is-refused", "step.forwards:KnownForwards.expect").by(
+        always("is_own", nth=2), f"{GENERATE}::test_what_does_not_fit_is_refused_before_its_forward_computes"
     ),
 )
