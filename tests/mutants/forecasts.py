@@ -141,6 +141,7 @@ FORECASTS: tuple[Mutant, ...] = (
     ),
     Fault("conjugates-are-plain", "tracing.trial_operations:_is_plain").by(
         without("tensor.is_conj()"), f"{AGAIN}::test_a_conjugate_is_one_each_time"
+    ),
     Fault("a-cache-is-planned-for-as-it-is-now", "tracing.caches:bounded").by(
         replace("sorted(...)", "[past]"),
         f"{GENERATE}::test_a_step_is_neither_traced_nor_planned_anew_and_fetches_a_block_that_moves_once",
