@@ -208,8 +208,7 @@ class Events(Owner):
         self._in_backward = False
         self._handled = sys.exc_info()[1]
         self._began_s, self._backward_began_s = time.perf_counter(), 0.0
-        args, kwargs = cast_inputs((args, kwargs), self.compute)
-        return args, kwargs
+        return cast_inputs((args, kwargs), self.compute)
 
     def after_forward(self, module: nn.Module) -> None:  # noqa: ARG002
         """Ends a forward, which is over or was left by an exception."""
