@@ -185,10 +185,10 @@ class OptimizerStep(Doer):
             or (splits and formats.is_split(by_name[name].ref.chunk, self.layout))
         }
         own = {name: gradient for name, gradient in apart.items() if gradient is not None}
-        for name, gradient in own.items():
-            expect_dense(name, gradient)
-        for name, gradient in own.items() if not as_made else ():
-            self.make_fit(by_name[name], gradient)
+        for name, there in own.items():
+            expect_dense(name, there)
+        for name, there in own.items() if not as_made else ():
+            self.make_fit(by_name[name], there)
         for name in own if by_use else ():
             for part in self.layout.parts(name):
                 touches = update_touches(part.chunk, self.layout, self.planner.formats.now)
