@@ -32,21 +32,29 @@ from tests.session.builders import (
 )
 
 
-def test_gradients_iterates_over_names_in_registration_order(make_pair: MakePair) -> None:
+def test_gradients_iterates_over_names_in_registration_order_and_gives_copies(make_pair: MakePair) -> None:
     pair = make_pair()
     assert list(pair.session.gradients()) == []
     pair.each(backward)
     pair.expect_same_gradients()
-    assert [name for name, _ in pair.session.gradients()] == [name for name, _ in pair.plain.named_parameters()]
-
-
-def test_gradients_that_were_iterated_over_are_copies(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.each(backward)
-    for _, gradient in pair.session.gradients():
-        gradient.fill_(7)
+    found = dict(pair.session.gradients())
+    assert list(found) == [name for name, _ in pair.plain.named_parameters()]
+    torch._foreach_add_(list(found.values()), 7)
     pair.each(lambda model, optimizer: optimizer.step())
     pair.expect_same()
+
+
+def test_a_step_without_room_for_gradients_of_the_users_own_is_none(make_pair: MakePair) -> None:
+    pair = make_pair(**EMULATED)
+    for model in (pair.model, pair.plain):
+        model[0].weight.grad = torch.full((WIDTH, WIDTH), 0.5)
+    views = [layer.weight[:1] for layer in pair.model[2:9:2]]
+    with pytest.raises(patrickstar.BudgetError, match="short"):
+        pair.session.optimizer.step()
+    views.clear()
+    pair.each(lambda model, optimizer: optimizer.step())
+    pair.expect_same()
+    assert pair.session.stats().steps == 1
 
 
 # reading and writing .grad
@@ -79,11 +87,7 @@ def test_a_gradient_that_is_held_is_zeroed_in_place_as_in_pytorch(make_pair: Mak
 
 def test_only_the_groups_parameters_are_zeroed_by_the_optimizer(make_pair: MakePair) -> None:
     """A gradient that no group holds goes on accumulating, and counts in the norm."""
-
-    def but_the_first(model: nn.Module) -> Any:
-        return patrickstar.AdamW(list(model.parameters())[2:], lr=1e-2)
-
-    pair = make_pair(make_optimizer=but_the_first)
+    pair = make_pair(make_optimizer=lambda model: patrickstar.AdamW([*model.parameters()][2:], lr=1e-2))
     pair.train(3)
     pair.expect_same_gradients()
     assert {name for name, _ in pair.session.gradients()} == {"0.weight", "0.bias"}
@@ -99,18 +103,13 @@ def test_zeros_are_for_the_groups_parameters_only_also_inside_of_a_chunk(make_pa
 
     pair = make_pair(make_optimizer=of_weights)
     for number in range(2):
-        pair.each(train_without_zeroing, number)
-        pair.each(lambda model, optimizer: optimizer.zero_grad(set_to_none=False))
+        pair.each(backward, number)
+        pair.each(lambda model, optimizer: (optimizer.step(), optimizer.zero_grad(set_to_none=False)))
         pair.expect_same_gradients()
     gradients = dict(pair.session.gradients())
     assert not gradients["2.weight"].any()
     assert gradients["2.bias"].any()
     pair.expect_same()
-
-
-def train_without_zeroing(model: nn.Module, optimizer: Any, number: int) -> None:
-    backward(model, number=number)
-    optimizer.step()
 
 
 def test_a_frozen_parameter_and_an_unused_one_have_none(make_pair: MakePair) -> None:
@@ -229,9 +228,8 @@ def test_a_gradient_that_no_backward_has_used_is_used_at_the_step(given: str, de
             for parameter in list(model.parameters())[: 1 if given == "assigned to one" else None]:
                 parameter.grad = torch.ones_like(parameter, memory_format=torch.contiguous_format).detach()
         if given != "assigned":
-            used = (
-                next(iter(model.children())) if given == "from before" else model
-            )  # the others' gradients are as they were
+            # The others' gradients are as they were.
+            used = next(iter(model.children())) if given == "from before" else model
             used(torch.ones(4, WIDTH)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -64,9 +64,8 @@ class PaperRun:
     _done: int = 0
 
     def __post_init__(self) -> None:
-        budget, policy = self.budgets.machine.budget, self.planner.policy
-        compute, host = budget[self.state.compute], budget.get(Tier.HOST, 0)
-        spare = self.budgets.spare_bytes
+        budget, spare = self.budgets.machine.budget, self.budgets.spare_bytes
+        compute, host, policy = budget[self.state.compute], budget.get(Tier.HOST, 0), self.planner.policy
         self._pilot = Pilot(self.state, budget_bytes=lambda: compute, host_bytes=host, spare_bytes=spare, policy=policy)
         self.trained = kept_gradients(self.forward, self.planner.layout)
         self._level_bytes = max(self.budgets.passes.update, self.forward.peak)

@@ -210,8 +210,7 @@ class Events(Owner):
         self._in_backward = False
         self._handled = sys.exc_info()[1]
         self._began_s, self._backward_began_s = time.perf_counter(), 0.0
-        args, kwargs = cast_inputs((args, kwargs), self.compute)
-        return args, kwargs
+        return cast_inputs((args, kwargs), self.compute)
 
     def _expect_alone(self) -> None:
         """Raises StateError where a forward is under way on another thread, whose end lets go of parameters."""

@@ -66,9 +66,8 @@ class LatePlanes:
         """
         state = self.executor.store.state
         if self.gradients is GradientUse.UPDATE:
-            homes, slots = self._homes_for(trace.touched(GRAD), why=name_gradients(trace))
             state = Residency.of(state.snapshot())
-            state.grow(homes, slots)
+            state.grow(*self._homes_for(trace.touched(GRAD), why=name_gradients(trace)))
         return state
 
     def reserve(self, trace: Trace | None, reason: str) -> None:

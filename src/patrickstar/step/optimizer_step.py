@@ -184,12 +184,15 @@ class OptimizerStep(Doer):
             or by_name[name].is_copied
             or (splits and formats.is_split(by_name[name].ref.chunk, self.layout))
         }
-        for name, gradient in apart.items():
-            if gradient is not None:
-                expect_dense(name, gradient)
-        for name, gradient in apart.items() if not as_made else ():
-            if gradient is not None:
-                self.make_fit(by_name[name], gradient)
+        own = {name: gradient for name, gradient in apart.items() if gradient is not None}
+        for name, there in own.items():
+            expect_dense(name, there)
+        for name, there in own.items() if not as_made else ():
+            self.make_fit(by_name[name], there)
+        for name in own if by_use else ():
+            for part in self.layout.parts(name):
+                touches = update_touches(part.chunk, self.layout, self.planner.formats.now)
+                self.executor.pilot.decided(Phase.STEP, name, touches, self.executor.store.leases.held())
         leaving = self.executor.room.making(self.planner.update_bytes) if by_use else nullcontext()
         with self.executor.lock, leaving, InterruptionsPutOff():  # half way weights would be of no one step
             self._update_together([name for name in names if name not in apart], hypers)

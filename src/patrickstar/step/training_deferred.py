@@ -171,12 +171,13 @@ class DeferredTraining(Training):
         own = sorted(name for name, _ in self.binding.gradients.owned() if name in hypers)
         names = [name for name in self.binding.by_name if name in hypers and name in self.in_chunks.names]
         self.in_chunks.late_planes.thaw(*names, *own)
+        began = time.perf_counter()
+        if own:  # which may be changed at any time
+            self.stretches.end()
+            self.updates.update_at_once(own, hypers)
         # From this call on the values count as changed, whenever the work is done: autograd must not take what it saved for current.
         self.binding.changes.outdate(names)
         self.stretches.step_ended()
-        began = time.perf_counter()
-        if own:  # which may be changed at any time
-            self.updates.update_at_once(own, hypers)
         order = self.updates.order(names, hypers)
         order.seconds = time.perf_counter() - began
         self.executor.pending = order
