@@ -32,7 +32,7 @@ def budgets(preload: Path | None, *, shares: Sequence[float], disk: str, **wante
 
 
 def in_child(preload: Path | None, function: str, **wanted: Any) -> dict[str, Any]:
-    """What `foresee` or `measure` gives in a process of its own, under glibc or the allocator to preload."""
+    """What `foresee` or `measure` gives, or `life` of `deferred_child.py`, in a process of its own, under glibc or the allocator to preload."""
     environment = {**os.environ, "LD_PRELOAD": "" if preload is None else str(preload)}
     command = [sys.executable, "-W", "ignore", "-c", PRELUDE, function, json.dumps(wanted)]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -44,7 +44,10 @@ def in_child(preload: Path | None, function: str, **wanted: Any) -> dict[str, An
 
 def main() -> None:
     """The child."""
-    print(json.dumps({"foresee": foresee, "measure": measure}[sys.argv[1]](**json.loads(sys.argv[2]))), flush=True)
+    from tests.session.deferred_child import life
+
+    functions = {"foresee": foresee, "measure": measure, "life": life}
+    print(json.dumps(functions[sys.argv[1]](**json.loads(sys.argv[2]))), flush=True)
 
 
 def build(

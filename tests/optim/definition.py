@@ -7,11 +7,10 @@ exact arithmetic, and checks this.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from patrickstar.optim.hyper import Hyper
 
 
 class Definition:
@@ -19,7 +18,7 @@ class Definition:
 
     @torch.no_grad()
     def update(
-        self, weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, step: int, hyper: Hyper
+        self, weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, step: int, hyper: Any
     ) -> None:
         if hyper.weight_decay and hyper.decoupled:
             weight.mul_(fp32(1 - hyper.lr * hyper.weight_decay))
@@ -27,8 +26,7 @@ class Definition:
             grad = exact_fma(weight, fp32(hyper.weight_decay), grad)
         exp_avg.copy_(self.average(exp_avg, grad, fp32(1 - hyper.beta1)))
         exp_avg_sq.copy_(self.square(exp_avg_sq, grad, fp32(hyper.beta2), fp32(1 - hyper.beta2)))
-        root = exp_avg_sq.double().sqrt().float()  # of a double: rounded as IEEE's of fp32 is
-        denominator = root / fp32(math.sqrt(1 - hyper.beta2**step)) + fp32(hyper.eps)
+        denominator = root(exp_avg_sq) / fp32(math.sqrt(1 - hyper.beta2**step)) + fp32(hyper.eps)
         weight.add_((exp_avg * fp32(-hyper.lr / (1 - hyper.beta1**step))) / denominator)
 
     def average(self, exp_avg: Tensor, grad: Tensor, blend: float) -> Tensor:
@@ -59,6 +57,11 @@ def exact_fma(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
     away = torch.where((error > 0) == (total > 0), 1, -1)
     inexact_and_even = (error != 0) & torch.isfinite(total) & ((bits & 1) == 0)
     return (bits + away * inexact_and_even).view(torch.float64).float()
+
+
+def root(x: Tensor) -> Tensor:
+    """The square root as IEEE has it for fp32: that of a double, which has more than twice the digits and two to spare, rounded."""
+    return x.double().sqrt().float()
 
 
 def fp32(value: float) -> float:

@@ -1,7 +1,7 @@
 """The ordinary training loop, with AdamW written out by its definition: what the library must equal, bit for bit.
 
-Shares nothing with the library. Forward and backward are plain PyTorch; the update is NumPy with a fused multiply-add
-of our own, so that it depends on no kernel that the library may use.
+Shares nothing with the library. Forward and backward are plain PyTorch; the update is that of `tests/optim/definition.py`, which
+depends on no kernel that the library may use.
 
 The definition, for a parameter p with gradient g at its t-th update; f(x) is x in double, rounded once to fp32:
 
@@ -18,17 +18,17 @@ import math
 from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from tests.optim.definition import Definition
 from tests.parity.tiles import tiled_products
 from tests.parity.zoo import STEPS, Case, micro_seed, schedule
 
-Single = NDArray[np.float32]
 Tensors = dict[str, Tensor]
 
 NORM_BLOCK = 65_536
@@ -105,8 +105,8 @@ class Record:
 class Moments:
     """What AdamW remembers of one parameter."""
 
-    exp_avg: Single
-    exp_avg_sq: Single
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
     updates: int = 0
 
 
@@ -176,8 +176,8 @@ def _train(
         evaluate(case, model, batches[0], step, record)
     record.weights = {name: master.detach().clone() for name, master in masters.items()}
     record.buffers = {name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers()}
-    record.exp_avg = {name: torch.from_numpy(kept.exp_avg) for name, kept in moments.items()}
-    record.exp_avg_sq = {name: torch.from_numpy(kept.exp_avg_sq) for name, kept in moments.items()}
+    record.exp_avg = {name: kept.exp_avg for name, kept in moments.items()}
+    record.exp_avg_sq = {name: kept.exp_avg_sq for name, kept in moments.items()}
     record.updates = {name: kept.updates for name, kept in moments.items()}
     return record
 
@@ -384,43 +384,8 @@ def update(
     weight: Tensor, gradient: Tensor, moments: dict[str, Moments], name: str, group: dict[str, Any], *, algorithm: str
 ) -> None:
     """One step of the definition, in place on the weight (of any strides) and on the parameter's moments."""
-    p, g = weight.numpy(), gradient.numpy()
-    kept = moments.setdefault(name, Moments(np.zeros(p.shape, np.float32), np.zeros(p.shape, np.float32)))
+    kept = moments.setdefault(name, Moments(torch.zeros_like(weight), torch.zeros_like(weight)))
     kept.updates += 1
-    (b1, b2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
-    t, m, v = kept.updates, kept.exp_avg, kept.exp_avg_sq
-    f = np.float32
-    if algorithm == "AdamW":
-        p[...] = p * f(1 - lr * decay)
-    elif decay != 0:
-        g = fma(f(decay), p, g)
-    m[...] = fma(f(1 - b1), g - m, m)
-    v[...] = fma(f(1 - b2) * g, g, v * f(b2))
-    d = root(v) / f(math.sqrt(1 - b2**t)) + f(group["eps"])
-    p[...] = p + (f(-lr / (1 - b1**t)) * m) / d
-
-
-def root(x: Single) -> Single:
-    """The IEEE square root: correctly rounded, because fp64 has more than twice fp32's digits and two to spare."""
-    return np.sqrt(x.astype(np.float64)).astype(np.float32)
-
-
-def fma(a: Single | np.float32, b: Single, c: Single) -> Single:
-    """a * b + c, rounded once to fp32.
-
-    The product is exact in fp64. The sum is rounded there to odd (Boldo and Melquiond, "Emulation of FMA and correctly
-    rounded sums", 2008), which keeps the second rounding, to fp32, from seeing a tie that is none.
-    """
-    with np.errstate(invalid="ignore", over="ignore"):
-        product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
-        addend = np.broadcast_to(np.asarray(c, np.float64), product.shape)
-        total = product + addend
-        # Knuth's two-sum: what the addition above rounded off, exactly.
-        back = total - product
-        error = (product - (total - back)) + (addend - back)
-        bits = np.atleast_1d(total).view(np.int64)
-        inexact = np.atleast_1d(np.isfinite(total) & (error != 0)) & (bits & 1 == 0)
-        # One place towards the true sum: away from zero where error and sum agree in sign, else towards it.
-        away = np.atleast_1d((error > 0) == (total > 0))
-        bits = np.where(inexact, np.where(away, bits + 1, bits - 1), bits)
-        return bits.view(np.float64).reshape(total.shape).astype(np.float32)
+    numbers = {key: group[key] for key in ("lr", "eps", "weight_decay")}
+    hyper = SimpleNamespace(beta1=group["betas"][0], beta2=group["betas"][1], decoupled=algorithm == "AdamW", **numbers)
+    Definition().update(weight, gradient, kept.exp_avg, kept.exp_avg_sq, step=kept.updates, hyper=hyper)

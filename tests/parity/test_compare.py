@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tests.optim import definition
 from tests.parity import oracle
 from tests.parity.compare import differences, same_bits
 from tests.parity.oracle import Moments, Record, update
@@ -86,10 +86,10 @@ Of = dict[str, Moments]
 
 def momentum_by_two_products(p: Tensor, g: Tensor, moments: Of, name: str, group: Any, *, algorithm: str) -> None:
     """The textbook m = b1 m + (1 - b1) g: the same number on paper."""
-    before = moments[name].exp_avg.copy() if name in moments else np.zeros(g.shape, np.float32)
+    before = moments[name].exp_avg.clone() if name in moments else torch.zeros_like(p)
     update(p, g, moments, name, group, algorithm=algorithm)
     b1 = group["betas"][0]
-    moments[name].exp_avg[...] = before * np.float32(b1) + g.numpy() * np.float32(1 - b1)
+    moments[name].exp_avg.copy_(before * b1 + g * (1 - b1))
 
 
 def decay_after(p: Tensor, g: Tensor, moments: Of, name: str, group: Any, *, algorithm: str) -> None:
@@ -119,11 +119,11 @@ def first_groups_rate(p: Tensor, g: Tensor, moments: Of, name: str, group: Any, 
 
 def root_in_torch(p: Tensor, g: Tensor, moments: Of, name: str, group: Any, *, algorithm: str) -> None:
     """torch's own square root, which is not always the nearest."""
-    exact, oracle.root = oracle.root, lambda x: torch.from_numpy(x).sqrt().numpy()
+    exact, definition.root = definition.root, torch.sqrt
     try:
         update(p, g, moments, name, group, algorithm=algorithm)
     finally:
-        oracle.root = exact
+        definition.root = exact
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,11 @@
-"""A model of blocks that does not fit as a whole, its plain twin, and steps of both."""
+"""A model of blocks that does not fit as a whole, and its training beside its plain twin."""
 
 import torch
 from torch import nn
 
-import patrickstar
-from tests.session.builders import adamw
+from tests.session.builders import WIDTH, adamw, managed, step_with_loss
 
-WIDTH = 32
-MOVING = {"device": "emulated", "device_memory": "192KiB", "options": patrickstar.Options(chunk_size=2048, poison=True)}
+MOVING = {"device": "emulated", "device_memory": "192KiB"}
 """Room for some blocks, each of which takes 17 KiB of weights; all model states take 400 KiB."""
 
 
@@ -43,24 +41,13 @@ def build(block=Block, model=Model, **given):
     return model(block, **given)
 
 
-def batch(number=0, rows=4):
-    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(number))
-
-
-def step(model, optimizer, number=0, rows=4):
-    loss = model(batch(number, rows))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
 def train_both(plain, model, steps=4, **machine):
     """Trains a model under management, and the same one without; fails where a bit differs. Gives the statistics at the end."""
     optimizer = adamw(plain)
-    with patrickstar.manage(model, adamw(model), **{**MOVING, **machine}) as session:
+    with managed(model, **{**MOVING, **machine}) as session:
         for number in range(steps):
-            assert torch.equal(step(plain, optimizer, number), step(model, session.optimizer, number)), number
+            losses = [step_with_loss(*each, number) for each in ((plain, optimizer), (model, session.optimizer))]
+            assert torch.equal(*losses), number
         stats = session.stats()
     for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(one, other), name

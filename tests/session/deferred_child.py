@@ -5,32 +5,18 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from patrickstar.memory.process import peak_resident_bytes, reset_peak, resident_bytes
+from tests.memory import resident
 
 MIB = 1 << 20
-PRELUDE = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from tests.session.deferred_child import main; main()"
 
 
 def in_child(**wanted: Any) -> dict[str, Any]:
     """What `life` gives in a process of its own, under glibc."""
-    command = [sys.executable, "-W", "ignore", "-c", PRELUDE, json.dumps(wanted)]
-    child = subprocess.run(command, env={**os.environ, "LD_PRELOAD": ""}, capture_output=True, text=True, check=False)
-    assert child.returncode == 0, child.stderr[-4000:]
-    result: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
-    return result
-
-
-def main() -> None:
-    """The child."""
-    print(json.dumps(life(**json.loads(sys.argv[1]))), flush=True)
+    return resident.in_child(None, "life", **wanted)
 
 
 def life(*, config: Mapping[str, Any], share: float, disk: str, deferred: bool = True) -> dict[str, Any]:

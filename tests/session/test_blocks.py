@@ -5,6 +5,7 @@ import pickle
 import re
 import weakref
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,10 +18,9 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-import patrickstar
 from patrickstar import StateError
-from tests.session.blocks import MOVING, WIDTH, Block, Model, batch, build, step, train_both
-from tests.session.builders import adamw
+from tests.session.blocks import MOVING, Block, Model, build, train_both
+from tests.session.builders import WIDTH, batch, finish, is_ordinary, managed, options, step_with_loss
 
 pytestmark = pytest.mark.blocks
 
@@ -38,8 +38,8 @@ class Seen(Block):
 def test_parameters_are_ordinary_while_a_block_runs_and_placeholders_in_between():
     Seen.seen.clear()
     model = build(Seen)
-    with patrickstar.manage(model, adamw(model), **MOVING) as session:
-        step(model, session.optimizer)
+    with managed(model, **MOVING) as session:
+        step_with_loss(model, session.optimizer)
         real = [entry for entry in Seen.seen if all(kind is nn.Parameter for kind, _ in entry)]
         assert len(real) == 6
         assert all(value.isfinite().all() for entry in real for _, value in entry)
@@ -219,29 +219,27 @@ def test_blocks_that_are_computed_again_have_the_same_bits(use_reentrant, step):
     assert (stats.planned_steps, stats.reactive_steps) == (4, 0)
 
 
-def test_gradients_add_up_and_can_be_read_in_a_block():
-    plain, model = build(ReadsItsGradient), build(ReadsItsGradient)
-    optimizer = adamw(plain)
-    with patrickstar.manage(model, adamw(model), **MOVING) as session:
-        for _ in range(2):
-            for number in range(3):
-                losses = [each(batch(number)) for each in (plain, model)]
-                assert torch.equal(*losses)
-                for loss in losses:
-                    loss.backward()
-            for each in (optimizer, session.optimizer):
-                each.step()
-                each.zero_grad()
+def test_gradients_add_up_and_can_be_read_in_a_block(make_pair):
+    def one_more(model, _, number):
+        loss = model(batch(number))
+        loss.backward()
+        return loss.detach()
+
+    pair = make_pair(lambda: build(ReadsItsGradient), **MOVING)
+    for _ in range(2):
+        pair.train(3, by=one_more)
+        pair.step()
+    pair.close()
 
 
-LARGER = {"options": patrickstar.Options(chunk_size=8192, poison=True)}
+LARGER = {"options": options(chunk_size=8192)}
 """Chunks that have room for a block and more."""
 
 
 def test_gradients_that_come_one_after_the_other_into_a_chunk_in_a_block_are_one_moment():
     model = build()
-    with patrickstar.manage(model, adamw(model), **{**MOVING, **LARGER}) as session:
-        step(model, session.optimizer)
+    with managed(model, **{**MOVING, **LARGER}) as session:
+        step_with_loss(model, session.optimizer)
         touches = [touch for moment in session.trace.moments for touch in moment.touches]
         arrivals = sum(touch.writes and touch.ref.plane == "grad" for touch in touches)
         assert arrivals < 24  # of 34 gradients
@@ -287,14 +285,11 @@ def test_layers_that_are_dropped_called_twice_or_shared_have_the_same_bits():
 
 def test_operations_are_counted_once():
     counts = []
-    for managed in (False, True):
+    for begin in (nullcontext, lambda: managed(model, **MOVING)):
         model = build()
-        session = patrickstar.manage(model, adamw(model), **MOVING) if managed else None
-        with FlopCounterMode(display=False) as counter:
+        with begin(), FlopCounterMode(display=False) as counter:
             model(batch()).backward()
         counts.append(counter.get_total_flops())
-        if session is not None:
-            session.close()
     assert counts[0] == counts[1]
 
 
@@ -309,7 +304,7 @@ def test_blocks_that_do_not_fit_are_bound_by_what_is_inside_of_them():
 
     bindings = []
     for memory in ("120KiB", "60KiB", "40KiB"):
-        given = {"device": "emulated", "device_memory": memory, "options": patrickstar.Options(chunk_size=1024)}
+        given = {"device": "emulated", "device_memory": memory, "options": options(chunk_size=1024)}
         stats = train_both(build(Nested, layers=2), build(Nested, layers=2), **given)
         bindings.append(stats.binding.partition(":")[0])
     assert bindings == [f"{blocks} blocks, the rest by use" for blocks in (4, 8, 14)]
@@ -339,13 +334,11 @@ def test_a_forecast_is_the_plan(step_mode, kind):
             return {"loss": super().forward(x)}
 
     model = build(BLOCKS[kind], Loss)
-    machine = {**MOVING, "device_memory": "300KiB", "step": step_mode}
+    machine = {**MOVING, "options": options(), "device_memory": "300KiB", "step": step_mode}
     found = forecast(model, {"x": batch()}, **machine)
-    with patrickstar.manage(model, adamw(model), **machine) as session:
+    with managed(model, **machine) as session:
         for number in range(3):
-            model(x=batch(number))["loss"].backward()
-            session.optimizer.step()
-            session.optimizer.zero_grad()
+            finish(model(x=batch(number))["loss"], session.optimizer)
         assert session.trace == found.traces[0]
         assert session.stats().peak["device"] <= found.peak["device"]
 
@@ -359,9 +352,7 @@ def profile(model):
 
 def test_a_profile_has_the_operations_of_the_same_model_without_us(tmp_path):
     model = build()
-    with patrickstar.manage(
-        model, adamw(model), host_memory="1GiB", disk=tmp_path
-    ):  # a meter would call each once more
+    with managed(model, host_memory="1GiB", disk=tmp_path):  # a meter would call each once more
         assert profile(model) == profile(model) == profile(build())
 
 
@@ -379,16 +370,14 @@ COPIES = {
 
 
 @pytest.mark.parametrize("kind", COPIES)
-def test_what_needs_the_whole_model_and_can_have_it_has_the_same_bits(kind):
-    plain, model = build(), build()
-    optimizer = adamw(plain)
-    with patrickstar.manage(model, adamw(model), **MOVING) as session:
-        for number in range(2):
-            assert torch.equal(step(plain, optimizer, number), step(model, session.optimizer, number))
-            assert torch.equal(COPIES[kind](plain), COPIES[kind](model))
-        copied = copy.deepcopy(model)
-        assert type(copied.blocks[0]) is Block
-        assert all(type(parameter) is nn.Parameter for parameter in copied.parameters())
+def test_what_needs_the_whole_model_and_can_have_it_has_the_same_bits(kind, make_pair):
+    pair = make_pair(build, **MOVING)
+    for number in range(2):
+        pair.same(step_with_loss, number)
+        pair.same(lambda model, _: COPIES[kind](model))
+    copied = copy.deepcopy(pair.model)
+    assert type(copied.blocks[0]) is Block
+    assert is_ordinary(copied)
 
 
 REFUSED = {
@@ -406,19 +395,19 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_transforms_or_traces_the_whole_model_is_refused_before_the_first_block(kind):
     model = build()
-    with patrickstar.manage(model, adamw(model), **MOVING) as session:
-        step(model, session.optimizer)
+    with managed(model, **MOVING) as session:
+        step_with_loss(model, session.optimizer)
         calls = [block.calls for block in model.blocks]
         with pytest.raises(StateError, match="in which all model states fit") as refused:
             REFUSED[kind](model)
         assert calls == [block.calls for block in model.blocks]
     memory = re.search(r"give a budget of ([\d.]+) KiB or more", str(refused.value))[1]
-    with patrickstar.manage(model, adamw(model), **{**MOVING, "device_memory": f"{memory}KiB"}) as session:
-        step(model, session.optimizer)
+    with managed(model, **{**MOVING, "device_memory": f"{memory}KiB"}) as session:
+        step_with_loss(model, session.optimizer)
         assert session.stats().binding == "whole"
 
 
-def test_an_input_of_another_class_goes_through_blocks():
+def test_an_input_of_another_class_goes_through_blocks(make_pair):
     class Only(nn.Module):
         def __init__(self, block, layers=4):
             super().__init__()
@@ -437,17 +426,15 @@ def test_an_input_of_another_class_goes_through_blocks():
         def forward(self, x):
             return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
-    plain, model = build(Rows, Only), build(Rows, Only)
-    optimizer = adamw(plain)
-    with patrickstar.manage(model, adamw(model), **{**MOVING, "device_memory": "160KiB"}) as session:
-        for number, lengths in enumerate([(3, 1), (2, 2), (1, 4)]):
-            for each, steps in ((plain, optimizer), (model, session.optimizer)):
-                rows = [batch(number, length) for length in lengths]
-                each(torch.nested.nested_tensor(rows, layout=torch.jagged)).values().square().mean().backward()
-                steps.step()
-                steps.zero_grad()
-        assert session.stats().moved["H>D"]
-    assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), model.parameters(), strict=True))
+    def step(model, optimizer, lengths):
+        rows = torch.nested.nested_tensor([batch(rows=length) for length in lengths], layout=torch.jagged)
+        return finish(model(rows).values().square().mean(), optimizer)
+
+    pair = make_pair(lambda: build(Rows, Only), **{**MOVING, "device_memory": "160KiB"})
+    for lengths in [(3, 1), (2, 2), (1, 4)]:
+        pair.same(step, lengths)
+    assert pair.session.stats().moved["H>D"]
+    pair.close()
 
 
 def test_a_graph_that_is_let_go_of_is_freed():
@@ -456,8 +443,8 @@ def test_a_graph_that_is_let_go_of_is_freed():
             return super().forward(x).exp().tanh()
 
     model = build(Exponential)
-    with patrickstar.manage(model, adamw(model), **MOVING) as session:
-        step(model, session.optimizer)
+    with managed(model, **MOVING) as session:
+        step_with_loss(model, session.optimizer)
         x = batch()
         for block in model.blocks:
             x = block(x)
@@ -466,7 +453,7 @@ def test_a_graph_that_is_let_go_of_is_freed():
         assert kept() is None
 
 
-def test_what_a_block_only_passes_on_does_not_begin_its_backward():
+def test_what_a_block_only_passes_on_does_not_begin_its_backward(make_pair):
     class Passing(Block):
         def forward(self, x, bias):
             return super().forward(x) + bias, bias
@@ -479,18 +466,15 @@ def test_what_a_block_only_passes_on_does_not_begin_its_backward():
                 x, bias = block(x, bias)
             return (self.last(x) * bias).square().mean()
 
-    plain, model = build(Passing, Biased), build(Passing, Biased)
-    optimizer = adamw(plain)
-    with patrickstar.manage(model, adamw(model), **MOVING) as session:
-        for number in range(2):
-            assert torch.equal(step(plain, optimizer, number), step(model, session.optimizer, number))
-        weights = [
-            moment.label
-            for moment in session.trace.moments
-            if moment.phase == "backward" and any(touch.ref.plane == "weight" for touch in moment.touches)
-        ]
-        assert weights[0] == "first.weight"  # whose chunk the last layer is in
-        assert weights[1:] == [f"blocks.{number}.scale" for number in reversed(range(6))]
+    pair = make_pair(lambda: build(Passing, Biased), **MOVING)
+    pair.train(2, by=step_with_loss)
+    weights = [
+        moment.label
+        for moment in pair.session.trace.moments
+        if moment.phase == "backward" and any(touch.ref.plane == "weight" for touch in moment.touches)
+    ]
+    assert weights[0] == "first.weight"  # whose chunk the last layer is in
+    assert weights[1:] == [f"blocks.{number}.scale" for number in reversed(range(6))]
 
 
 @dataclass

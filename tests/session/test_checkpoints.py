@@ -25,6 +25,7 @@ from tests.session.builders import (
     assert_same,
     everything,
     expect_bits,
+    finish,
     mlp,
     options,
     train,
@@ -44,9 +45,7 @@ def noisy_step(model: nn.Module, optimizer: Any, scheduler: Any) -> torch.Tensor
     """The batch is drawn from torch's, Python's and NumPy's random numbers."""
     x = torch.randn(4, 32) + random.random() + float(np.random.rand())
     loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    finish(loss, optimizer)
     scheduler.step()
     return loss.detach().clone()
 

@@ -6,8 +6,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import patrickstar
-from tests.session.blocks import MOVING, WIDTH, batch, build, step
-from tests.session.builders import adamw
+from tests.session.blocks import MOVING, build
+from tests.session.builders import WIDTH, adamw, batch, managed, step_with_loss
 
 ROOMY = {"device": "emulated", "device_memory": "64MiB"}
 
@@ -66,12 +66,14 @@ def train_both(what, when, machine, **given):
     compiled = COMPILED[what](plain, **counters[0], **given)
     ours = COMPILED[what](model, **counters[1], **given) if when == "before" else None
     optimizer = adamw(plain)
-    with patrickstar.manage(model, adamw(model), **machine) as session:
+    with managed(model, **machine) as session:
         if ours is None:
             ours = COMPILED[what](model, **counters[1], **given)
         graphs = []
         for number in range(4):
-            assert torch.equal(step(compiled, optimizer, number), step(ours, session.optimizer, number))
+            assert torch.equal(
+                step_with_loss(compiled, optimizer, number), step_with_loss(ours, session.optimizer, number)
+            )
             graphs += [counter["backend"].frame_count for counter in counters[1:] if counter]
         stats = session.stats()
     assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), model.parameters(), strict=True))
@@ -112,11 +114,11 @@ def test_so_it_has_where_it_is_compiled_by_inductor(what, mode, machine):
 @pytest.mark.blocks
 def test_a_compiled_block_that_does_not_fit_at_once_is_refused():
     model = compile_blocks(build(Compilable), backend="eager")
-    with patrickstar.manage(model, adamw(model), **{**MOVING, "device_memory": "50KiB"}):
+    with managed(model, **{**MOVING, "device_memory": "50KiB"}):
         with pytest.raises(patrickstar.BudgetError, match="blocks"):
             model(batch())
     plain = build(Compilable)
-    with patrickstar.manage(plain, adamw(plain), **{**MOVING, "device_memory": "50KiB"}):
+    with managed(plain, **{**MOVING, "device_memory": "50KiB"}):
         plain(batch())
 
 
@@ -128,9 +130,9 @@ def test_a_block_that_has_no_room_in_the_middle_of_compiled_code_is_refused_befo
     model = build(Compilable)
     for number, block in enumerate(model.blocks):
         block.register_forward_pre_hook(lambda *_, number=number: entered.append(number))
-    with patrickstar.manage(model, adamw(model), **{**MOVING, "device_memory": "110KiB"}) as session:
+    with managed(model, **{**MOVING, "device_memory": "110KiB"}) as session:
         ours = COMPILED[what](model, backend="eager")
-        step(ours, session.optimizer)
+        step_with_loss(ours, session.optimizer)
         entered.clear()
         for block in model.blocks:
             block.register_forward_hook(lambda block, *_: held.append((block.up.weight.data, block.down.weight.data)))

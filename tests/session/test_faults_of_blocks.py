@@ -8,11 +8,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-import patrickstar
 from patrickstar import StateError
 from patrickstar.core.planes import WEIGHT
-from tests.session.blocks import MOVING, WIDTH, Block, batch, build, step
-from tests.session.builders import adamw
+from tests.session.blocks import MOVING, Block, build
+from tests.session.builders import WIDTH, adamw, batch, managed, step_with_loss, store_of
 
 pytestmark = pytest.mark.blocks
 
@@ -50,29 +49,27 @@ HOOKS = {
 @pytest.mark.sampled
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, ZeroDivisionError])
 @pytest.mark.parametrize("where", ["forward", "backward", *HOOKS])
-def test_an_exception_in_a_block_leaves_the_session_usable_and_its_slots_free(where, raised):
-    plain, model = build(Failing), build(Failing)
-    for each in (plain, model):
-        each.blocks[3].where = where
-        HOOKS.get(where, lambda _: None)(each.blocks[3])
-    optimizer = adamw(plain)
-    with patrickstar.manage(model, adamw(model), **MOVING) as session:
-        assert torch.equal(step(plain, optimizer), step(model, session.optimizer))
-        Failing.armed = raised
-        try:
-            with pytest.raises(raised):
-                step(model, session.optimizer)
-        finally:
-            Failing.armed = None
-        session.optimizer.zero_grad()
-        assert not any(type(parameter) is nn.Parameter for parameter in model.parameters())
-        assert not any(ref.plane == WEIGHT for ref in session._parts.executor.store.leases.held())
-        for number in range(3):
-            assert torch.equal(step(plain, optimizer, number), step(model, session.optimizer, number))
-        stats = session.stats()
-        # Gradients that have come before it in the backward are dropped in the middle of that.
-        assert (stats.steps, stats.reactive_steps) == (4, "forward" not in where)
-    assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), model.parameters(), strict=True))
+def test_an_exception_in_a_block_leaves_the_session_usable_and_its_slots_free(where, raised, make_pair):
+    def hook(model, _):
+        model.blocks[3].where = where
+        HOOKS.get(where, lambda _: None)(model.blocks[3])
+
+    pair = make_pair(lambda: build(Failing), before=hook, **MOVING)
+    pair.same(step_with_loss)
+    Failing.armed = raised
+    try:
+        with pytest.raises(raised):
+            step_with_loss(pair.model, pair.optimizer)
+    finally:
+        Failing.armed = None
+    pair.optimizer.zero_grad()
+    assert not any(type(parameter) is nn.Parameter for parameter in pair.model.parameters())
+    assert not any(ref.plane == WEIGHT for ref in store_of(pair.session).leases.held())
+    pair.train(3, by=step_with_loss)
+    stats = pair.session.stats()
+    # Gradients that have come before it in the backward are dropped in the middle of that.
+    assert (stats.steps, stats.reactive_steps) == (4, "forward" not in where)
+    pair.close()
 
 
 KEPT = {
@@ -117,7 +114,7 @@ def test_what_outlives_its_block_shows_what_its_weight_becomes_or_refuses(kind, 
         return found
 
     plain, model = build(Showing, layers=2), build(Showing, layers=2)
-    with patrickstar.manage(model, adamw(model), step=step_mode, **MOVING) as session:
+    with managed(model, step=step_mode, **MOVING) as session:
         theirs, ours = run(plain, adamw(plain)), run(model, session.optimizer)
     assert any(theirs) == (kind != "a gradient" or step_mode == "deferred")
     for want, got in zip(theirs, ours, strict=True):
@@ -151,8 +148,8 @@ def test_blocks_of_two_threads_run_at_the_same_time(trains):
         except StateError as refused:
             results[number] = refused
 
-    with patrickstar.manage(model, adamw(model), **MOVING) as session:
-        assert torch.equal(step(plain, optimizer), step(model, session.optimizer))
+    with managed(model, **MOVING) as session:
+        assert torch.equal(step_with_loss(plain, optimizer), step_with_loss(model, session.optimizer))
         for number in (1, 2):
             run(plain.blocks, number)
         want = results.copy()
@@ -171,7 +168,7 @@ def test_blocks_of_two_threads_run_at_the_same_time(trains):
             for each in (optimizer, session.optimizer):
                 each.step()
                 each.zero_grad()
-        assert torch.equal(step(plain, optimizer), step(model, session.optimizer))
+        assert torch.equal(step_with_loss(plain, optimizer), step_with_loss(model, session.optimizer))
 
 
 def assigns(block):
@@ -197,7 +194,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("kind", OWN)
-def test_a_block_that_changes_what_it_has_is_as_in_pytorch_or_named(kind):
+def test_a_block_that_changes_what_it_has_is_as_in_pytorch_or_named(kind, make_pair):
     change, named = OWN[kind]
 
     class Changing(Block):
@@ -208,16 +205,16 @@ def test_a_block_that_changes_what_it_has_is_as_in_pytorch_or_named(kind):
                 change(self)
             return super().forward(x)
 
-    plain, model = build(Changing), build(Changing)
-    for each in (plain, model):
-        for number, block in enumerate(each.blocks):
+    def number_them(model, _):
+        for number, block in enumerate(model.blocks):
             block.number = number
-    optimizer = adamw(plain)
-    with patrickstar.manage(model, adamw(model), **MOVING) as session:
-        assert torch.equal(step(plain, optimizer), step(model, session.optimizer))
-        Changing.changes = True
-        assert torch.equal(step(plain, optimizer, 1), step(model, session.optimizer, 1))
-        Changing.changes = False
-        with pytest.raises(StateError, match=f"parameters of the model were replaced.*{named}"):
-            model(batch(2))
-    assert torch.equal(plain(batch(2)), model(batch(2)))
+
+    pair = make_pair(lambda: build(Changing), before=number_them, **MOVING)
+    pair.same(step_with_loss)
+    Changing.changes = True
+    pair.same(step_with_loss, 1)
+    Changing.changes = False
+    with pytest.raises(StateError, match=f"parameters of the model were replaced.*{named}"):
+        pair.model(batch(2))
+    pair.session.close()
+    assert torch.equal(pair.plain(batch(2)), pair.model(batch(2)))

@@ -17,7 +17,7 @@ from patrickstar.core.trace import Trace
 from patrickstar.plan.fit import minimum_bytes
 from tests.parity.architectures import ARCHITECTURES
 from tests.parity.zoo import CASES, micro_seed
-from tests.session.builders import adamw
+from tests.session.builders import adamw, finish
 
 NO_FORECAST: dict[str, str] = {"penalised": "it differentiates a gradient (create_graph=True), which no forward shows"}
 """What has no forecast of its first step, with what the session says of it."""
@@ -62,9 +62,7 @@ def test_the_first_step_is_foreseen_or_known_not_to_be(name: str) -> None:
     model, loss_of, groups = built(name)
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
     with patrickstar.manage(model, optimizer, device="emulated", device_memory="256MiB", precision="fp32") as session:
-        loss_of(model).backward()
-        session.optimizer.step()
-        session.optimizer.zero_grad()
+        finish(loss_of(model), session.optimizer)
         stats, layout = session.stats(), session.layout
         (known,) = session._parts.stretches.known.kinds.values()
     measured = known.measured if known.twice is None else known.twice.measured

@@ -15,7 +15,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.plan.actions import is_copy
 from tests.parity.compare import same_bits
 from tests.session import masters
-from tests.session.builders import CHUNK, SLOT, TIGHT, WIDTH, Adapted, adamw, batch, managed, mlp, options
+from tests.session.builders import CHUNK, SLOT, TIGHT, WIDTH, Adapted, adamw, batch, finish, managed, mlp, options
 from tests.session.masters import Twin, manage, managed_step
 
 KINDS = ("fp32", *masters.KINDS)
@@ -86,9 +86,7 @@ def test_moments_of_what_is_frozen_now_are_kept(tmp_path: Path) -> None:
     """A layer that was trained before keeps its moments: its training may go on."""
     model = mlp()
     optimizer = adamw(model)
-    model(batch()).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    finish(model(batch()).square().mean(), optimizer)
     want = optimizer.state[model[2].weight]["exp_avg"].clone()
     model[2].requires_grad_(False)
     with patrickstar.manage(model, optimizer, device="emulated", device_memory=TIGHT, options=options()) as session:

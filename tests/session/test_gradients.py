@@ -24,6 +24,7 @@ from tests.session.builders import (
     assert_same,
     backward,
     batch,
+    finish,
     loss_of,
     mlp,
     seeded,
@@ -149,9 +150,7 @@ def test_a_gradient_that_is_not_finite_goes_where_it_goes_in_pytorch(make_pair: 
     def spoil(model: nn.Module, optimizer: Any, value: float) -> None:
         x = batch()
         x[0, 0] = value
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        finish(model(x).sum(), optimizer)
 
     for value in (float("nan"), float("inf")):
         pair = make_pair()

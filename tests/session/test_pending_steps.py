@@ -28,6 +28,7 @@ from tests.session.builders import (
     adamw,
     backward,
     batch,
+    finish,
     mlp,
     options,
     train_step,
@@ -181,9 +182,7 @@ def test_a_forward_that_is_left_half_way_and_a_step_after_it(
             hidden = layer(hidden)
         if zero:
             optimizer.zero_grad()
-        hidden.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        finish(hidden.square().mean(), optimizer)
     pair.train_same(2, first=4)
 
 

@@ -338,9 +338,7 @@ def test_a_change_of_many_weights_under_a_users_mode_is_kept(make_pair: MakePair
 
     def act(model: nn.Module, optimizer: Any) -> list[Any]:
         for _ in range(2):
-            model(torch.ones(4, 64)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            finish(model(torch.ones(4, 64)).square().mean(), optimizer)
             with torch.no_grad(), FlopCounterMode(display=False):
                 model(torch.ones(4, 64))
                 torch._foreach_mul_(list(model.parameters()), 0.5)
@@ -549,10 +547,7 @@ def test_torch_chooses_the_same_formulas_in_a_measured_step(
     def act(model: nn.Module, optimizer: Any) -> Tensor:
         loss = formula(model(inputs()), inputs(1)).sum()
         seen.append(len(shown_to()))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return finish(loss, optimizer)
 
     pair = make_pair(lambda: nn.Sequential(*stack(), Hidden()), **machine)
     for _ in range(3):

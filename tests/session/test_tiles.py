@@ -20,7 +20,7 @@ from patrickstar.session.forecast import forecast
 from patrickstar.step.gradients import Gradients
 from tests.parity.compare import same_bits
 from tests.parity.tiles import tiled_products
-from tests.session.builders import expect_bits, values
+from tests.session.builders import expect_bits, finish, values
 
 ROWS = 7
 VOCABULARY, WIDTH = 50, 24
@@ -259,9 +259,7 @@ def test_copies_pickles_and_shapes_are_those_of_the_whole(tmp_path: Path):
 def test_checkpoints_and_exports_know_nothing_of_tiles(tmp_path: Path):
     model = built()
     with managed(model) as session:
-        model(*batch(0)).backward()
-        session.optimizer.step()
-        session.optimizer.zero_grad()
+        finish(model(*batch(0)), session.optimizer)
         session.save_checkpoint(tmp_path / "checkpoint")
         session.export(tmp_path / "export")
         expected = values(session)

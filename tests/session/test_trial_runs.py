@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import patrickstar
-from tests.session.builders import EMULATED, ROOMY, Pair, adamw, batch, mlp, train_step
+from tests.session.builders import EMULATED, ROOMY, Pair, adamw, batch, finish, mlp, train_step
 
 Seen = list[Any]
 Step = Callable[[nn.Module, Any, Seen, int], Any]
@@ -131,9 +131,7 @@ def dual(model: nn.Module, optimizer: Any, seen: Seen, number: int) -> Tensor:
 
 def recomputed(model: nn.Module, optimizer: Any, seen: Seen, number: int) -> Tensor:
     loss = checkpoint(model, batch(number), use_reentrant=False).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    finish(loss, optimizer)
     seen.append(getattr(model, "calls", 0))
     return loss.detach()
 

@@ -21,6 +21,7 @@ from tests.session.builders import (
     assert_same,
     batch,
     expect_bits,
+    finish,
     managed,
     mlp,
     options,
@@ -116,9 +117,7 @@ def test_floating_inputs_are_cast_in_nested_containers_too(make_pair: MakePair) 
         model(x.to(dtype)).sum().backward()
         more = {"tokens": torch.arange(3), "deep": [(1, batch(1).to(dtype)), None]}
         out = model(x.to(dtype), more, inputs=Inputs(batch(2).to(dtype), torch.tensor(2.0, dtype=dtype)), flags={"a"})
-        out.square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        finish(out.square().mean(), optimizer)
         return out.detach()
 
     pair = make_pair(Nested, **ROOMY)

@@ -555,9 +555,7 @@ class Between(nn.Module):
 def step_for_inputs(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor | None:
     """A step, and the gradient of its inputs: whoever asks for that is measured."""
     x = batch(number).requires_grad_()
-    model(x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    finish(model(x).square().mean(), optimizer)
     return x.grad
 
 
