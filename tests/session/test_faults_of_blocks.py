@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+import patrickstar
 from patrickstar import StateError
 from patrickstar.core.planes import WEIGHT
 from tests.session.blocks import MOVING, Block, build
@@ -169,6 +170,47 @@ def test_blocks_of_two_threads_run_at_the_same_time(trains):
                 each.step()
                 each.zero_grad()
         assert torch.equal(step_with_loss(plain, optimizer), step_with_loss(model, session.optimizer))
+
+
+def test_a_forward_inside_of_one_is_part_of_it():
+    def inside(block, *_):
+        if not block.results:
+            block.results.append(None)
+            with torch.no_grad():
+                block.results.append(block.model[0](batch(3)))
+
+    pair = build(), build()
+    for model in pair:
+        model.blocks[2].model, model.blocks[2].results = [model], []
+        model.blocks[2].register_forward_hook(inside)
+    plain, model = pair
+    with patrickstar.manage(model, adamw(model), **MOVING):
+        assert torch.equal(plain(batch()), model(batch()))
+    assert torch.equal(plain.blocks[2].results[1], model.blocks[2].results[1])
+
+
+def test_a_forward_beside_one_of_another_thread_is_refused():
+    plain, model, refused = build(), build(), []
+    optimizer = adamw(plain)
+
+    def call():
+        with pytest.raises(StateError, match="another thread") as error:
+            model(batch())
+        refused.append(error)
+
+    def beside(*_):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join(60)
+
+    with patrickstar.manage(model, adamw(model), **MOVING) as session:
+        hook = model.blocks[2].register_forward_hook(beside)
+        for number in range(2):
+            assert torch.equal(
+                step_with_loss(plain, optimizer, number), step_with_loss(model, session.optimizer, number)
+            )
+            assert len(refused) == 1
+            hook.remove()
 
 
 def assigns(block):

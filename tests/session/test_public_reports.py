@@ -183,6 +183,7 @@ UNSEEN: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "overrides off": lambda w, x: under(torch._C.DisableTorchFunctionSubclass(), lambda: x @ w.T),
     "all overrides off": lambda w, x: under(torch._C.DisableTorchFunction(), lambda: x @ w.T),
     "a class that asks no other": lambda w, x: F.linear(x.as_subclass(Silent), w),
+    "a compiled function": lambda w, x: torch.compile(lambda w: x @ w.T, backend="eager")(w),
     "a detached alias": lambda w, x: torch.func.grad(lambda w: (x @ w.T).sum())(w.detach()),
     "its gradient": lambda w, x: torch.func.grad(lambda g: (x @ g.T).sum())(w.grad),
     "its memory": lambda w, x: under(torch._C.DisableTorchFunctionSubclass(), lambda: w.detach().numpy()),

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.nn.utils import parametrizations, prune
-from torch.nn.utils.parametrize import register_parametrization
+from torch.nn.utils.parametrize import cached, register_parametrization
 from torch.utils.flop_counter import FlopCounterMode
 
 import patrickstar
@@ -166,6 +167,48 @@ def test_whatever_torch_does_with_the_model_in_the_middle_of_a_training_has_the_
     pair.same(lambda model, _: KINDS[kind](model))
     pair.each(lambda model, _: model.train().zero_grad())
     pair.train(2, by=one_step)
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).T
+
+
+def biased():
+    """Layers that call a function of their own."""
+
+    @torch.jit.script
+    def bias_gelu(bias, x):
+        x = bias + x
+        return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+    class Biased(nn.Linear):
+        def forward(self, x):
+            return bias_gelu(self.bias, nn.functional.linear(x, self.weight))
+
+    return nn.Sequential(Biased(8, 16), Biased(16, 8), Biased(8, 8), Biased(8, 4))
+
+
+LEARNS = {
+    "a script": lambda: nn.Sequential(*(torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Tanh())) for _ in range(3))),
+    "a function that is a script": biased,
+    "cached parametrizations": lambda: register_parametrization(nn.Linear(8, 8), "weight", Symmetric()),
+}
+
+
+@pytest.mark.parametrize("kind", LEARNS)
+def test_what_remembers_its_runs_remembers_no_trial_run(kind):
+    """A script has other bits from its second run on; a cached weight is found by the module that was copied."""
+    torch.manual_seed(0)
+    plain = LEARNS[kind]()
+    torch.manual_seed(0)
+    model = LEARNS[kind]()
+    optimizer = adamw(plain)
+    with patrickstar.manage(model, adamw(model)) as session:
+        for first, second in ((plain, optimizer), (model, session.optimizer)):
+            with cached() if "cached" in kind else nullcontext():
+                [one_step(first, second, number) for number in range(3)]
+        assert all(map(torch.equal, plain.parameters(), model.parameters()))
 
 
 CHANGES = {

@@ -206,7 +206,8 @@ class Events(Owner):
             self._expect_alone()
             self.stretches.begin_forward(self.registered, args, kwargs)
         self.touches.begin_forward()
-        self._depth, self._caller = 1, sys._getframe(1)
+        self._depth = 1
+        self._caller = next(frame for frame in frames() if frame.f_globals["__name__"] == nn.Module.__module__)
         self._in_backward = False
         self._handled = sys.exc_info()[1]
         self._began_s, self._backward_began_s = time.perf_counter(), 0.0

@@ -54,6 +54,7 @@ def no_side_effects(device: torch.device) -> Iterator[None]:
         stack.enter_context(without_modes())
         stack.enter_context(unobserved())
         stack.enter_context(unprofiled())
+        stack.enter_context(torch.jit.optimized_execution(False))  # it learns from what it runs
         stack.enter_context(torch.autograd.forward_ad._set_fwd_grad_enabled(False))
         stack.enter_context(_unwarned())
         stack.enter_context(_random_states_kept(device))
