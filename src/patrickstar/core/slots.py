@@ -81,8 +81,8 @@ class SlotMap:
         self.in_use -= n
         self._last_given = (first, n)
 
-    def trim(self, max_committed: int) -> list[tuple[int, int]]:
-        """Ranges (first, n) whose pages must go back to the system, so that at most `max_committed` slots hold pages.
+    def trim(self, max_committed: int) -> list[int]:
+        """Slots, sorted, whose pages must go back to the system, so that at most `max_committed` slots hold pages.
 
         Those given back longest ago go first. Slots in use stay: the result may still be above the bound.
         """
@@ -92,7 +92,7 @@ class SlotMap:
             self._state[slot] = _COLD
         if cooled:
             self._cold_from = min(self._cold_from, cooled[0])
-        return _ranges(cooled)
+        return cooled
 
     def set_apart(self, slot: int) -> None:
         """A cold slot is not taken any more, until `put_back`."""
@@ -146,14 +146,3 @@ class SlotMap:
             return apart
         shifted = self._state.rfind(run, 0, found + n - 1) if found == last else -1
         return shifted if shifted >= 0 else found
-
-
-def _ranges(slots: list[int]) -> list[tuple[int, int]]:
-    """Sorted slots as (first, n) ranges."""
-    ranges: list[tuple[int, int]] = []
-    for slot in slots:
-        if ranges and sum(ranges[-1]) == slot:
-            ranges[-1] = ranges[-1][0], ranges[-1][1] + 1
-        else:
-            ranges.append((slot, 1))
-    return ranges

@@ -74,7 +74,8 @@ class Moment:
     def __post_init__(self) -> None:
         refs = [touch.ref for touch in self.touches]
         if refs != sorted(set(refs)):
-            touches = {(touch.ref, touch.tier): touch for touch in sorted(self.touches, key=_in_order)}
+            in_order = sorted(self.touches, key=lambda touch: (touch.ref, touch.tier or "", touch.writes))
+            touches = {(touch.ref, touch.tier): touch for touch in in_order}
             object.__setattr__(self, "touches", tuple(touches.values()))
         if self.held:
             object.__setattr__(self, "held", tuple(sorted(set(self.held))))
@@ -127,10 +128,6 @@ class Trace:
     def digest(self) -> str:
         """Equal for equal traces: 16 hexadecimal digits over the text."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
-
-
-def _in_order(touch: Touch) -> tuple[PlaneRef, str, bool]:
-    return touch.ref, touch.tier or "", touch.writes
 
 
 def _escape(label: str) -> str:

@@ -114,25 +114,23 @@ class Arena:
     def trim(self, max_committed_slots: int) -> None:
         """Gives the pages of free slots back to the system until at most `max_committed_slots` slots hold any, if that can be."""
         self._end_loans(waits=True)
-        for first, n in self._slots.trim(max_committed_slots):
-            for slot in range(first, first + n):
-                self._take_away(slot, self._fences)
+        for slot in self._slots.trim(max_committed_slots):
+            self._take_away(slot, self._fences)
 
     def _lend(self, max_committed_slots: int, to: range) -> None:
         """Gives the memory of free slots to those of `to` that have none, as far as the bound asks for that. See Note [Lent memory]."""
         needy = [slot for slot in to if self._unprepared[slot]]
-        for first, n in self._slots.trim(max_committed_slots):
-            for slot in range(first, first + n):
-                if not needy or self._unprepared[slot]:
-                    self._take_away(slot, self._fences)
-                    continue
-                target = needy.pop()
-                self._space.lend(slot * self.slot_bytes, target * self.slot_bytes)
-                self._unprepared[target] = 0
-                if slot in self._fences:
-                    self._fences[target] = self._fences[slot]
-                self._lent[slot] = self._fences.pop(slot, None)
-                self._slots.set_apart(slot)
+        for slot in self._slots.trim(max_committed_slots):
+            if not needy or self._unprepared[slot]:
+                self._take_away(slot, self._fences)
+                continue
+            target = needy.pop()
+            self._space.lend(slot * self.slot_bytes, target * self.slot_bytes)
+            self._unprepared[target] = 0
+            if slot in self._fences:
+                self._fences[target] = self._fences[slot]
+            self._lent[slot] = self._fences.pop(slot, None)
+            self._slots.set_apart(slot)
         self._end_loans()
 
     def _end_loans(self, *, waits: bool = False) -> None:
@@ -195,11 +193,8 @@ class Arena:
 
         `kept`: the storages over slots that somebody still has.
         """
-        try:
+        with suppress(StateError):  # closed before, or another process's
             self._space.expect_open()
-        except StateError:  # closed before, or another process's
-            pass
-        else:
             self.trim(0)
         self._space.close(kept)
 

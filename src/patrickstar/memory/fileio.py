@@ -6,7 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -137,27 +137,18 @@ def read_whole(
 ) -> None:
     """Fills the buffer, or at least its first `least` bytes where the file may end in it, or raises `error`."""
     nbytes = len(buffer) if least < 0 else least
-    _transfer(io.preadv, fd, buffer, offset, nbytes=nbytes, io=io, path=path, what="cannot read", error=error)
+    _transfer(io, path, fd, buffer, offset, nbytes=nbytes, writes=False, error=error)
 
 
 def write_whole(io: FileIO, path: Path, fd: int, buffer: memoryview, offset: int) -> None:
     """Writes the whole buffer, or raises a `DeviceError`; how much is on the disk then is not known."""
-    nbytes = len(buffer)
-    _transfer(io.pwritev, fd, buffer, offset, nbytes=nbytes, io=io, path=path, what="cannot write", error=DeviceError)
+    _transfer(io, path, fd, buffer, offset, nbytes=len(buffer), writes=True, error=DeviceError)
 
 
 def _transfer(
-    call: Callable[[int, memoryview, int], int],
-    fd: int,
-    buffer: memoryview,
-    offset: int,
-    *,
-    nbytes: int,
-    io: FileIO,
-    path: Path,
-    what: str,
-    error: type[Error],
+    io: FileIO, path: Path, fd: int, buffer: memoryview, offset: int, *, nbytes: int, writes: bool, error: type[Error]
 ) -> None:
+    call, what = (io.pwritev, "cannot write") if writes else (io.preadv, "cannot read")
     done = 0
     while done < nbytes:
         try:

@@ -116,8 +116,7 @@ class Leases:
         """A 1-D tensor over some elements of the unit's slot, with a storage of its own. Leases the unit as `take` does."""
         with NotInference():
             tensor = self._wrap_part(ref, part)
-        self._note(ref, tensor, start_bytes=tensor.element_size() * part.start)
-        return tensor
+        return self._note(ref, tensor, start_bytes=tensor.element_size() * part.start)
 
     def _note(self, ref: Key, tensor: torch.Tensor, start_bytes: int | None = None) -> torch.Tensor:
         storage = tensor.untyped_storage()

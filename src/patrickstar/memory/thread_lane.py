@@ -11,7 +11,7 @@ from contextlib import suppress
 from random import Random
 from threading import Lock
 
-from patrickstar.errors import DeviceError, StateError
+from patrickstar.errors import DeviceError
 from patrickstar.memory.lanes import Lane, Task, Ticket, when_all_settled
 from patrickstar.memory.workers import Job, Workers
 
@@ -66,10 +66,7 @@ class ThreadLane:
                 end.set_exception(error)
 
         name = self.name
-        try:
-            self._workers.submit(Job(lambda: _do(work, after, end, name), fail))
-        except StateError as error:
-            fail(error)
+        self._workers.submit(Job(lambda: _do(work, after, end, name), fail))
 
     def _forget(self, end: Future[None]) -> None:
         with self._lock:

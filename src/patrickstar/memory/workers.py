@@ -38,13 +38,15 @@ class Workers:
         atexit.register(self.stop)  # until they are stopped
 
     def submit(self, job: Job) -> None:
-        """Has a job done. StateError: they are stopped."""
+        """Has a job done, or fail where they are stopped."""
         with self._changed:
-            if self._stopped:
-                raise StateError(f"the lane {self._name} does nothing any more: it is closed")
-            self._jobs.append(job)
-            self._changed.notify()
-        if len(self._taken) < self._count:
+            is_stopped = self._stopped
+            if not is_stopped:
+                self._jobs.append(job)
+                self._changed.notify()
+        if is_stopped:
+            job.fail(StateError(f"the lane {self._name} does nothing any more: it is closed"))
+        elif len(self._taken) < self._count:
             self._start()
 
     def stop(self, *, waits: bool = True) -> None:

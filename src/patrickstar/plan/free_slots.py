@@ -20,9 +20,6 @@ class FreeSlots:
         # No moment of a block has less.
         self._least = [min(self._free[at : at + _BLOCK]) for at in range(0, len(self._free), _BLOCK)]
 
-    def __getitem__(self, moment: int) -> int:
-        return self._free[moment] + self._added[moment // _BLOCK]
-
     def add(self, slots: int, first: int, end: int) -> None:
         """Adds so many slots to each moment from `first` to before `end`."""
         while first < end:

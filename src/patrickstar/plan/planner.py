@@ -113,10 +113,6 @@ class Planner:
 
         return self.once(("step", frozenset(names), frozenset(tiers.items()), formats.thawed), make)
 
-    def slots_of_gradient(self, chunk: int) -> int:
-        """Slots that the gradient of a chunk takes."""
-        return slots_of(PlaneRef(chunk, GRAD), self.layout, self.formats.now)
-
     # the order of stretches
 
     def began(self, kind: StretchKind, trace: Trace) -> None:
@@ -171,11 +167,6 @@ class Planner:
         tiers = choose_tiers(updates, start, machine=machine, peak_bytes=level_bytes, choice=self.choice)
         self._used_below = frozenset(PlaneRef(chunk, GRAD) for chunk in tiers)
         return tiers
-
-    def places(self, updates: Trace, start: Residency, *, ask: Ask) -> tuple[Residency, Mapping[int, Tier]]:
-        """The state with the tiers where gradients of updates in a backward best rest, and those where the updates are best done."""
-        machine = self.budgets.machine_for(0, taken_bytes=ask.taken_bytes)
-        return choose_places(updates, start, machine=machine, peak_bytes=ask.level_bytes, choice=self.choice)
 
     def goes_down(self, ask: Ask) -> frozenset[PlaneRef]:
         """The gradients that the updates after a stretch will read on the tier below: they are complete in the last backward before a step."""
@@ -245,9 +236,14 @@ def place_updates(planner: Planner, draft: Draft) -> Draft:
         lambda: update_whole_chunks(
             trace,
             state=ask.start,
-            slots_of_gradient=planner.slots_of_gradient,
+            slots_of_gradient=lambda chunk: slots_of(PlaneRef(chunk, GRAD), planner.layout, planner.formats.now),
             capacity_bytes=capacity,
-            choose_places=partial(planner.places, ask=ask),
+            choose_places=partial(
+                choose_places,
+                machine=planner.budgets.machine_for(0, taken_bytes=ask.taken_bytes),
+                peak_bytes=ask.level_bytes,
+                choice=planner.choice,
+            ),
         ),
         trace,
     )

@@ -185,8 +185,7 @@ class Residency:
 
     def is_arriving(self, ref: PlaneRef, tier: Tier) -> bool:
         """Tells whether a unit is on its way to a tier."""
-        flight = self.flight(ref)
-        return flight is not None and flight[1] is tier
+        return (self.flight(ref) or (None, None))[1] is tier
 
     @property
     def in_flight(self) -> dict[PlaneRef, tuple[Tier, Tier]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import LINKS, Tier
 from patrickstar.core.trace import Trace
-from patrickstar.plan.actions import Action, Drop, Issue, Work, WorkKind
+from patrickstar.plan.actions import Drop, Issue, Work, WorkKind
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency, apply, mark_moment
 
@@ -50,7 +50,14 @@ def simulate(plan: Plan, trace: Trace) -> Simulation:
     for index, (moment, actions) in enumerate(zip(trace.moments, plan.moments, strict=True)):
         for action in actions:
             apply(state, action)
-            _enter(ledger, state, action)
+            match action:
+                case Issue(Work(WorkKind.COPY | WorkKind.CREATE, ref, tier), src):
+                    if state.has_slots_to_take(ref, tier):
+                        ledger.add(tier, state.unit_bytes(ref))
+                    if src is not None:
+                        ledger.move(src, tier, state.unit_bytes(ref))
+                case Drop(ref, tier):
+                    ledger.remove(tier, state.unit_bytes(ref))
         ledger.nonmodel(compute, moment.nonmodel_bytes)
         slots.append(state.slots_used[compute])
         per_moment.append(ledger.in_use(compute))
@@ -59,14 +66,3 @@ def simulate(plan: Plan, trace: Trace) -> Simulation:
     # What is there before the first moment's evictions is the last plan's to answer for.
     peak[compute.label] = max(per_moment, default=0)
     return Simulation(peak, {over: ledger.moved(over) for over in LINKS}, tuple(slots), tuple(per_moment))
-
-
-def _enter(ledger: Ledger, state: Residency, action: Action) -> None:
-    match action:
-        case Issue(Work(WorkKind.COPY | WorkKind.CREATE, ref, tier), src):
-            if state.has_slots_to_take(ref, tier):
-                ledger.add(tier, state.unit_bytes(ref))
-            if src is not None:
-                ledger.move(src, tier, state.unit_bytes(ref))
-        case Drop(ref, tier):
-            ledger.remove(tier, state.unit_bytes(ref))

@@ -91,11 +91,6 @@ class Snapshot:
     def _is_arriving(self, ref: PlaneRef, tier: Tier) -> bool:
         return ref in self.in_flight and self.in_flight[ref][1] is tier
 
-    @property
-    def slots_used(self) -> int:
-        """Slots of the compute tier in use."""
-        return sum(self.slots[ref] for ref in self.taken[self.compute])
-
     def __str__(self) -> str:
         groups: dict[tuple[str, str, str], list[PlaneRef]] = defaultdict(list)
         for ref in sorted(self.home):

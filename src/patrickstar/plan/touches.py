@@ -65,7 +65,8 @@ class Touches:
         """The moments of a gradient's arrival: the piece of the gradient that each is about, and what it touches."""
         if not self.updates_at_once(label):
             return gradient_parts(self.layout, label, writes=True)
-        return update_parts(self.layout, label, formats=self.formats.now)
+        parts, formats = self.layout.parts(label), self.formats.now
+        return ((part, update_touches(part.chunk, self.layout, formats)) for part in parts)
 
     def updates_at_once(self, label: str) -> bool:
         """Tells whether a gradient that arrives now is the parameter's whole gradient, to be used and dropped. Note [Updates in backward]."""
@@ -114,27 +115,17 @@ def gradient_parts(layout: Layout, label: str, *, writes: bool) -> Iterator[tupl
         yield part, (Touch(PlaneRef(part.chunk, GRAD), writes),)
 
 
-def update_parts(layout: Layout, label: str, *, formats: Formats) -> Iterator[tuple[Part, tuple[Touch, ...]]]:
-    """The moments in which a parameter is updated from a gradient that is in no plane: the piece that each is about, and what it touches."""
-    for part in layout.parts(label):
-        yield part, update_touches(part.chunk, layout, formats)
-
-
 def master_touches(part: Part, layout: Layout, *, is_split: bool, writes: bool) -> tuple[Touch, ...]:
     """Touches of reading or writing a piece of a parameter's master."""
     weight = Touch(layout.weight_place(part)[0], writes)
-    return _in_order(weight, *([Touch(PlaneRef(part.chunk, REST), writes)] if is_split else []))
+    return tuple(sorted([weight, *([Touch(PlaneRef(part.chunk, REST), writes)] if is_split else [])]))
 
 
 def update_touches(chunk: int, layout: Layout, formats: Formats, *gradient: Touch) -> tuple[Touch, ...]:
     """Touches of a chunk's update, from a gradient that is no unit, or from `gradient`."""
     planes = (EXP_AVG, EXP_AVG_SQ, *((REST,) if formats.is_split(chunk, layout) else ()))
     weight = Touch(PlaneRef(layout.run_of(chunk).head, WEIGHT), True)
-    return _in_order(weight, *(Touch(PlaneRef(chunk, plane), True) for plane in planes), *gradient)
-
-
-def _in_order(*touches: Touch) -> tuple[Touch, ...]:
-    return tuple(sorted(touches, key=lambda touch: touch.ref))
+    return tuple(sorted([weight, *(Touch(PlaneRef(chunk, plane), True) for plane in planes), *gradient]))
 
 
 # stretches whose moments are known beforehand

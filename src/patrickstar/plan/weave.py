@@ -31,12 +31,14 @@ def weave(trace: Trace, updates: Trace, *, state: Residency, capacity_bytes: int
         kept_bytes: what kernels keep between their calls, for which room is left before the first moment as far as there is any.
     """
     first_use = _first_uses(trace)
-    forward = [index for index, moment in enumerate(trace.moments) if moment.phase is Phase.FORWARD]
-    last = max(forward, default=0)
+    forward = [(index, moment) for index, moment in enumerate(trace.moments) if moment.phase is Phase.FORWARD]
+    last = forward[-1][0] if forward else 0
     at_home = state.at_home()
     # Whatever is updated on another tier, and however little is alive: homes stay.
     room = capacity_bytes - sum(map(state.unit_bytes, at_home))
-    alive = max((_alive_bytes(trace.moments[index], state, at_home) for index in forward), default=0)
+    # An update may need what a moment touches, but not what is held.
+    needs = (one.nonmodel_bytes + sum(map(state.unit_bytes, {*one.held} - at_home)) for _, one in forward)
+    alive = max(needs, default=0)
     before: dict[int, list[Moment]] = {}
     due = {update.updates: _due(update, first_use, last) for update in updates.moments}
     in_order = sorted(updates.moments, key=lambda update: due[update.updates])
@@ -75,11 +77,6 @@ def _first_uses(trace: Trace) -> dict[PlaneRef, int]:
 
 def _due(update: Moment, first_use: Mapping[PlaneRef, int], last: int) -> int:
     return min((first_use[touch.ref] for touch in update.touches if touch.ref in first_use), default=last)
-
-
-def _alive_bytes(moment: Moment, state: Residency, at_home: set[PlaneRef]) -> int:
-    """Bytes of the tier that computes that a moment needs beside what it touches, which an update may need as well."""
-    return moment.nonmodel_bytes + sum(state.unit_bytes(ref) for ref in moment.held if ref not in at_home)
 
 
 def _as_at(update: Moment, trace: Trace, index: int, *, kept_bytes: int) -> Moment:
