@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +23,7 @@ from patrickstar.torch_private import (
     backward_makes_graph,
     call_without_hooks_of_all_modules,
     checks_for_nan,
+    fake_over,
     has_step_pre_hooks,
     has_views,
     inside_backward_node,
@@ -357,3 +359,19 @@ def test_numbers_of_nodes_rise_and_the_next_one_is_told() -> None:
     made = torch.ones(1, requires_grad=True) * 2
     assert made.grad_fn is not None
     assert first <= made.grad_fn._sequence_nr() < next_sequence_number()
+
+
+def test_a_fake_tensor_is_made_as_its_constructor_makes_it() -> None:
+    mode, device = FakeTensorMode(), torch.device("cpu")
+    like = FakeTensor(mode, torch.empty(0, device="meta"), device)
+    want, got = (
+        FakeTensor(mode, torch.empty(2, 3, device="meta"), device),
+        fake_over(torch.empty(2, 3, device="meta"), like),
+    )
+    assert (got.shape, got.device) == (want.shape, want.device)
+    assert vars(got) == vars(want)
+    assert torch._C._dispatch_keys(got) == torch._C._dispatch_keys(want)
+    with pytest.raises(RuntimeError):
+        got.data_ptr()
+    with mode:
+        assert (got + 1).shape == (2, 3)

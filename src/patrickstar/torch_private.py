@@ -15,6 +15,7 @@ import torch.optim.optimizer as _optimizers
 from torch import nn
 from torch._guards import CompileContext
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode_stack as _function_modes
 from torch.overrides import _pop_mode as _pop_function_mode
 from torch.overrides import _push_mode as _push_function_mode
@@ -38,6 +39,17 @@ Seen = torch._C._EnableTorchFunction
 
 Undispatched = torch._C._DisableTorchDispatch
 """Context in which dispatch modes do not see what is called: under a mode that makes tensors fake, real ones are computed with."""
+
+
+def fake_over(meta: torch.Tensor, like: FakeTensor) -> FakeTensor:
+    """A fake tensor over a meta tensor, of the device and mode of another: what the constructor makes, in a fifth of its time."""
+    made: FakeTensor = torch.Tensor._make_subclass(
+        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=like.device
+    )
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    vars(made).update(vars(like))
+    return made
+
 
 SavedTensorsHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 

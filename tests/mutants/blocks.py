@@ -58,7 +58,7 @@ BLOCKS: tuple[Mutant, ...] = (
     Fault("a-compiled-block-runs-uncompiled-where-it-does-not-fit", "parameters.blocks:Place.without").by(
         never("is_compiled"), f"{COMPILED}::test_a_compiled_block_that_does_not_fit_at_once_is_refused"
     ),
-    Fault("gradients-that-come-in-parts-are-taken-for-whole", "tracing.twin:Twin.adds_up").by(
+    Fault("gradients-that-come-in-parts-are-taken-for-whole", "tracing.twin:Twin.gradient").by(
         never("self._updated"), f"{FILE}::test_blocks_whose_gradients_come_in_parts_are_bound_by_use"
     ),
     Fault("a-block-is-compiled-with-us-in-it", "parameters.blocks:Blocks.__init__").by(

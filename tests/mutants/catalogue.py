@@ -14,7 +14,6 @@ from tests.mutants.moving import MOVING
 from tests.mutants.mutant import Mutant
 from tests.mutants.outside import OUTSIDE
 from tests.mutants.planning import PLANNING
-from tests.mutants.repeats import REPEATS
 from tests.mutants.sixteen_bits import SIXTEEN_BITS
 from tests.mutants.streams import STREAMS
 from tests.mutants.tiles import TILES
@@ -39,7 +38,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *SIXTEEN_BITS,
     *TILES,
     *FORECASTS,
-    *REPEATS,
     *ENGINE,
     *HOMES,
     *STREAMS,

@@ -6,6 +6,7 @@ from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import always, assign, drop, never, replace, returns, without
 
 VALUES = "tests/tracing/test_trial_values.py"
+AGAIN = "tests/tracing/test_trial_operations.py"
 KNOWN = "tests/session/test_known_forwards.py"
 LAYERDROP = "tests/session/test_layerdrop.py"
 HOOKS = "tests/session/test_hooks_of_users.py::test_a_hook_is_called_as_in_plain_pytorch"
@@ -101,7 +102,7 @@ FORECASTS: tuple[Mutant, ...] = (
         drop("set_warn_always", nth=1),
         "tests/session/test_trial_runs.py::test_what_torch_warns_of_once_is_left_for_the_step",
     ),
-    Fault("where-anomalies-are-detected-nothing-is-foreseen", "tracing.trial_values:KnownValues.__torch_dispatch__").by(
+    Fault("where-anomalies-are-detected-nothing-is-foreseen", "tracing.trial_values:KnownValues.value_for").by(
         replace("checks_for_nan()", "False"), f"{SHOWS}[anomalies-roomy]"
     ),
     Fault("the-first-refusal-forgets-what-comes-with-the-first-update", "step.forwards:KnownForwards._foresee").by(
@@ -110,8 +111,34 @@ FORECASTS: tuple[Mutant, ...] = (
     Fault("a-step-that-has-run-is-refused", "step.forwards:KnownForwards._as_it_ran").by(
         returns("recorded", nth=2), NAMED
     ),
-    Fault("a-loss-is-foreseen-as-one-number", "tracing.missing:MissingOperations._result").by(
+    Fault("a-loss-is-foreseen-as-one-number", "tracing.missing:result_of").by(
         never("ndim"),
         "tests/session/test_forecasts.py::test_a_loss_is_foreseen_with_the_memory_that_it_keeps[mse_loss]",
+    ),
+    Fault("operands-of-all-shapes-are-alike", "tracing.trial_operations:_describe").by(
+        without("value.shape"), f"{AGAIN}::test_the_trace_is_that_of_operations_that_are_all_left_to_torch[views-use]"
+    ),
+    Fault("equal-operands-of-other-types-are-alike", "tracing.trial_operations:_describe").by(
+        without("type(value)"), f"{AGAIN}::test_operands_that_are_equal_and_of_other_types_are_others"
+    ),
+    Fault("an-operand-of-another-form-is-taken-for-what-it-was", "tracing.trial_operations:TrialOperations._first").by(
+        without("_key(func, args, kwargs)[0] == key"),
+        f"{AGAIN}::test_what_changes_the_form_or_the_memory_of_an_operand_is_done_each_time",
+    ),
+    Fault(
+        "an-operand-over-other-memory-is-taken-for-what-it-was", "tracing.trial_operations:TrialOperations._first"
+    ).by(
+        without("[*map(_memory, tensors)] == memory"),
+        f"{AGAIN}::test_what_changes_the_form_or_the_memory_of_an_operand_is_done_each_time",
+    ),
+    Fault("a-view-has-memory-of-its-own", "tracing.trial_operations:_made").by(
+        never("_memory"),
+        f"{AGAIN}::test_the_trace_is_that_of_operations_that_are_all_left_to_torch[a stack-use]",
+    ),
+    Fault("what-lies-in-more-memory-has-as-much-as-it-shows", "tracing.trial_operations:_Made.again").by(
+        never("nbytes"), f"{AGAIN}::test_a_number_in_the_memory_of_several_has_that_each_time"
+    ),
+    Fault("conjugates-are-plain", "tracing.trial_operations:_is_plain").by(
+        without("tensor.is_conj()"), f"{AGAIN}::test_a_conjugate_is_one_each_time"
     ),
 )

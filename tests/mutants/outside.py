@@ -33,7 +33,7 @@ OUTSIDE: tuple[Mutant, ...] = (
         replace("end.set_exception(failure)", "end.set_exception(error)"),
         "tests/memory/test_lanes.py::test_a_work_that_ends_its_thread_is_a_failure_like_any_other",
     ),
-    Fault("a-forecast-depends-on-those-before", "tracing.missing:MissingOperations._result").by(
+    Fault("a-forecast-depends-on-those-before", "tracing.missing:result_of").by(
         never("func", nth=5),
         "tests/session/test_forecasts.py::test_a_forecast_is_the_same_whatever_was_traced_before[lstm]",
     ),

@@ -157,8 +157,8 @@ STREAMS: tuple[Mutant, ...] = (
     Fault("a-neighbours-activations-count", "step.room:DeviceRoom._give_up_last").by(
         drop("_counts"), f"{PEAKS}::test_a_session_does_not_count_its_neighbours_activations"
     ),
-    Fault("bytes-on-a-device-count-as-they-are-asked-for", "tracing.live_bytes:LiveBytes.size").by(
-        returns("nbytes"), f"{PEAKS}::test_a_forecast_is_what_the_allocator_then_gives_out"
+    Fault("bytes-on-a-device-count-as-they-are-asked-for", "tracing.live_bytes:LiveBytes._note").by(
+        assign("nbytes", "storage.nbytes()"), f"{PEAKS}::test_a_forecast_is_what_the_allocator_then_gives_out"
     ),
     Fault("the-end-of-a-large-block-counts-for-nothing", "core.cuda_blocks:cuda_block_bytes").by(
         returns("whole"),
@@ -189,7 +189,7 @@ STREAMS: tuple[Mutant, ...] = (
     ),
     Fault("copies-of-inputs-are-not-foreseen", "tracing.offline:OfflineTracer._run").by(
         replace(
-            "stack.enter_context(missing)",
+            "operations.seer = owner.meter",
             "inputs, keywords = cast_inputs((inputs, keywords), self.compute); _",
         ),
         f"{PEAKS}::test_copies_of_inputs_in_the_type_that_computes_are_foreseen",

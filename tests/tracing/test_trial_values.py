@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from patrickstar.tracing.trial_values import Endless, KnownValues
+from patrickstar.tracing.trial_operations import TrialOperations
+from patrickstar.tracing.trial_values import Endless
 
 SMALL, LIKELY, LARGE = 0.0, 0.5, 1.0
 
@@ -20,14 +21,13 @@ SMALL, LIKELY, LARGE = 0.0, 0.5, 1.0
 @contextmanager
 def trial(quantile: float = LIKELY, *inputs: Tensor) -> Iterator[Any]:
     """The mode, and then fake tensors for the inputs."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    values = KnownValues(quantile)
-    with fake:
-        alike = [fake.from_tensor(real) for real in inputs]
+    operations = TrialOperations(quantile)
+    operations.seer = lambda func, result: None
+    with operations:
+        alike = [operations.fakes.from_tensor(real) for real in inputs]
         for tensor, real in zip(alike, inputs, strict=True):
-            values.know(tensor, real)
-        with values:
-            yield (values, *alike)
+            operations.values.know(tensor, real)
+        yield (operations.values, *alike)
 
 
 def asked(make: Callable[[], Any], quantile: float = LIKELY) -> Any:

@@ -46,7 +46,6 @@ class LiveBytes:
         self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._dead: deque[int] = deque()
         self._live = 0
-        self._pretended: int | None = None
         self.peak = 0
         self.counts = True
         self._makes_new: dict[Any, bool] = {}
@@ -58,7 +57,7 @@ class LiveBytes:
             key = self._dead.popleft()
             self._live -= self._bytes.pop(key)
             del self._deaths[key]
-        return self._live if self._pretended is None else self._pretended
+        return self._live
 
     def restart_peak(self) -> int:
         """The peak in bytes so far; begins another peak, of what follows."""
@@ -73,8 +72,11 @@ class LiveBytes:
         makes_new = self._makes_new.get(func)
         if makes_new is None:
             makes_new = self._makes_new[func] = any(returned.alias_info is None for returned in func._schema.returns)
-        if makes_new and self._note(result) and self._at_change is not None:
-            self._at_change(self.live)
+        if makes_new and self._note(result):
+            live = self.live
+            self.peak = max(self.peak, live)
+            if self._at_change is not None:
+                self._at_change(live)
 
     def _note(self, value: Any) -> bool:
         if isinstance(value, list | tuple):
@@ -82,31 +84,16 @@ class LiveBytes:
         if not isinstance(value, Tensor) or value.layout is not torch.strided or self._is_slot(value):
             return False
         storage = value.untyped_storage()
-        if self._dead:
-            _ = self.live  # settle: a new storage may have the address of one that has died
-        if storage._cdata in self._bytes:
-            return False
-        self.add(storage, self.size(storage.nbytes()))
-        return True
-
-    def size(self, nbytes: int) -> int:
-        """Bytes that a storage of so many takes."""
-        return cuda_block_bytes(nbytes) if self._on_device else nbytes
-
-    def add(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Counts a new storage as so many bytes."""
         key = storage._cdata
         if self._dead:
-            _ = self.live
+            _ = self.live  # settle: a new storage may have the address of one that has died
+        if key in self._bytes:
+            return False
+        nbytes = cuda_block_bytes(storage.nbytes()) if self._on_device else storage.nbytes()
         self._bytes[key] = nbytes
         self._deaths[key] = weakref.ref(storage, lambda _, key=key, dead=self._dead: dead.append(key))  # type: ignore[misc]
         self._live += nbytes
-        self.peak = max(self.peak, self._live)
-
-    def pretend(self, live: int | None, peak: int = 0) -> None:
-        """Takes so many bytes to be alive, whatever is, and at least this to be the peak; None: counts again."""
-        self._pretended = live
-        self.peak = max(self.peak, peak)
+        return True
 
     def switch_on(self) -> None:
         """Counts what is made on this thread from now on, and in backwards that begin there."""

@@ -2,51 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from patrickstar.torch_private import Plain, Undispatched
+from patrickstar.torch_private import Undispatched
 
 _aten = torch.ops.aten
 _REDUCED = frozenset((_aten.mse_loss, _aten.smooth_l1_loss, _aten.binary_cross_entropy, _aten.soft_margin_loss))
 
 
-class MissingOperations(TorchDispatchMode):
-    """Answers for operations that fake tensors cannot do, in a trial run. `seer`: called with each operation and its result, now."""
-
-    def __init__(self, seer: Callable[[Any, Any], None]) -> None:
-        super().__init__()
-        self.seer = seer
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = self._result(func, args, kwargs)
-        self.seer(func, result)
-        return result
-
-    def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
-        with Plain():
-            # The grouped product of experts: torch 2.13 has it for CPUs in fp32, and its shape rule in bf16 alone.
-            if func is _aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
-                return _grouped_product(*args, **(kwargs or {}))
-            # The state of a device's generator, which checkpointing sets again: no input of the model, and real.
-            if func is _aten.clone.default and type(args[0]) is Tensor and args[0].dtype is torch.uint8:
-                with Undispatched():
-                    return func(*args, **(kwargs or {}))
-            result = func(*args, **(kwargs or {}))
-            # One number, in the memory of as many as there were before they were reduced.
-            if func.overloadpacket in _REDUCED and not result.ndim:
-                return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape)).as_strided((), ())
-            # 16-bit inputs of a batch norm that stays fp32: what it saves for backward is fp32 too.
-            if func is _aten.native_batch_norm.default and args[1] is not None:
-                return (result[0], *(saved.new_empty(saved.shape, dtype=args[1].dtype) for saved in result[1:]))
-            # An LSTM's two biases have one gradient. So they have in a trial run, but where torch's cache of fake results makes two of it.
-            if func is _aten.mkldnn_rnn_layer_backward.default:
-                return (*result[:4], result[3], *result[5:])
-            return result
+def result_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of an operation on fake tensors."""
+    # The grouped product of experts: torch 2.13 has it for CPUs in fp32, and its shape rule in bf16 alone.
+    if func is _aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+        return _grouped_product(*args, **kwargs)
+    # The state of a device's generator, which checkpointing sets again: no input of the model, and real.
+    if func is _aten.clone.default and type(args[0]) is Tensor and args[0].dtype is torch.uint8:
+        with Undispatched():
+            return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    # One number, in the memory of as many as there were before they were reduced.
+    if func.overloadpacket in _REDUCED and not result.ndim:
+        return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape)).as_strided((), ())
+    # 16-bit inputs of a batch norm that stays fp32: what it saves for backward is fp32 too.
+    if func is _aten.native_batch_norm.default and args[1] is not None:
+        return (result[0], *(saved.new_empty(saved.shape, dtype=args[1].dtype) for saved in result[1:]))
+    # An LSTM's two biases have one gradient. So they have in a trial run, but where torch's cache of fake results makes two of it.
+    if func is _aten.mkldnn_rnn_layer_backward.default:
+        return (*result[:4], result[3], *result[5:])
+    return result
 
 
 def _grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:

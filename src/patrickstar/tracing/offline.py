@@ -11,21 +11,20 @@ import copy
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.planes import GradientUse
 from patrickstar.core.strides import dense_strides
 from patrickstar.core.trace import Trace
 from patrickstar.parameters.binding import Binding
-from patrickstar.parameters.blocks import Blocks, NotInBlocksError, places_in
-from patrickstar.parameters.bound import names_by_id
+from patrickstar.parameters.blocks import Blocks, NotInBlocksError
 from patrickstar.parameters.changes import UnseenChangeError
 from patrickstar.parameters.saved import WeightChangedError
 from patrickstar.plan.fit import minimum_bytes
@@ -35,16 +34,13 @@ from patrickstar.torch_private import (
     Undispatched,
     saves_on_cpu,
     top_saved_tensors_hooks,
-    without_modes,
 )
-from patrickstar.tracing.block_kinds import BoundTwin
 from patrickstar.tracing.cast_inputs import cast_inputs
-from patrickstar.tracing.missing import MissingOperations
-from patrickstar.tracing.repeats import Repeats
 from patrickstar.tracing.side_effects import CopiedFunctions, HooklessTensors, drop_hooks, no_side_effects
 from patrickstar.tracing.signature import leaves
-from patrickstar.tracing.trial_values import Endless, KnownValues
-from patrickstar.tracing.twin import CannotTrace, Twin, Unlike
+from patrickstar.tracing.trial_operations import TrialOperations
+from patrickstar.tracing.trial_values import Endless
+from patrickstar.tracing.twin import CannotTrace, Twin
 
 _log = logging.getLogger("patrickstar")
 _LIKELY = 0.5
@@ -63,15 +59,6 @@ class Foreseen:
     trace: Trace
     by_chance: bool = False
     by_use: str = ""
-
-
-def _try(run: Callable[..., Foreseen], *, quantile: float) -> Foreseen:
-    """A run in which blocks of one kind run once, where that is all they do."""
-    try:
-        return run(quantile=quantile, repeats=True)
-    except Unlike as problem:
-        _log.info("each block is traced: %s", problem)
-        return run(quantile=quantile, repeats=False)
 
 
 # What a loss outside of the model is taken to hold at once: a cross entropy has its log-softmax and two gradients of that size.
@@ -123,7 +110,7 @@ class OfflineTracer:
             CannotTrace: the step depends on data, or does something that fake tensors cannot.
             UnseenChangeError: it changes a weight in a way that cannot be carried into its master.
         """
-        attempt = partial(_try, partial(self._run, model, named, args, kwargs, blocks=blocks))
+        attempt = partial(self._run, model, named, args, kwargs, blocks=blocks)
         likely = attempt(quantile=_LIKELY)
         if not likely.by_chance:
             return likely
@@ -157,10 +144,9 @@ class OfflineTracer:
         *,
         blocks: Collection[str],
         quantile: float,
-        repeats: bool,
     ) -> Foreseen:
-        """One run of the twin, in which every draw is the given quantile of its distribution. `repeats`: whether blocks of one kind run once."""
-        fake_mode, values = FakeTensorMode(allow_non_fake_inputs=True), KnownValues(quantile)
+        """One run of the twin, in which every draw is the given quantile of its distribution."""
+        operations = TrialOperations(quantile)
         with ExitStack() as stack:
             stack.enter_context(no_side_effects(self.device))
             with_backward = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -169,26 +155,37 @@ class OfflineTracer:
                 raise CannotTrace("hooks of saved tensors are on, which would be called")
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(with_backward))
-            fakes = _Fakes(fake_mode, values, self.device)
-            bind = partial(self._bind, model=model, named=named, fakes=fakes)
+            touches = self.make_touches()
+            owner = Twin(touches, self.dtypes, device=self.device, on_device=self.on_device)  # type: ignore[abstract]  # see `Owner`
+            fakes = _Fakes(operations, self.device)
             try:
-                twin = bind("", named, self.layout, blocks)
-                owner, missing = twin.owner, MissingOperations(twin.owner.meter)
-                places = places_in(model, names_by_id(named)) if repeats else ()
-                told = Repeats(twin, places, bind, values, missing)
-                stack.enter_context(fake_mode)
+                twin, twins = _twin_of(model, named, self.dtypes, fakes)
+                stack.enter_context(operations)
+                owner.binding = Binding(
+                    twins,
+                    self.layout,
+                    owner,
+                    leases=owner.leases,
+                    counts=touches.counts,
+                    dtypes=self.dtypes,
+                    copied=self.copied,
+                    gradients=self.gradients,
+                    rewriting=owner,
+                )
+                owner.binding.let_go()
+                bound = Blocks(twin, owner.binding)
+                bound.bind(blocks)
+                owner.in_blocks = bool(bound.bound)
                 inputs, keywords = fakes.of((args, dict(kwargs)))
                 stack.enter_context(HooklessTensors())
-                stack.enter_context(values)
-                stack.enter_context(missing)
+                operations.seer = owner.meter
                 inputs, keywords = cast_inputs((inputs, keywords), self.compute)
-                output = twin.module(*inputs, **keywords)
+                output = twin(*inputs, **keywords)
                 del inputs, keywords
-                told.expect_apart(tensors_in(output))
                 if with_backward:
                     _backward(output, scales=self.scales)
                     del output
-            except (CannotTrace, Unlike, UnseenChangeError, NotInBlocksError, WeightChangedError):
+            except (CannotTrace, UnseenChangeError, NotInBlocksError, WeightChangedError):
                 raise
             except Endless as problem:
                 raise CannotTrace(str(problem)) from problem
@@ -201,8 +198,8 @@ class OfflineTracer:
                 raise CannotTrace(f"{type(error).__name__}: {reason}") from error
             return Foreseen(
                 owner.recorder.trace(),
-                values.branches,
-                self._why_by_use(owner, owner.touches if with_backward else None),
+                operations.values.branches,
+                self._why_by_use(owner, touches if with_backward else None),
             )
 
     def _why_by_use(self, owner: Twin, touches: Touches | None) -> str:
@@ -214,47 +211,12 @@ class OfflineTracer:
         adds_up = self.gradients is GradientUse.CHUNK and is_narrow and in_parts
         return "gradients of 16 bits come in parts (re-entrant checkpointing)" if adds_up else ""
 
-    def _bind(
-        self,
-        path: str,
-        names: Collection[str],
-        layout: Layout,
-        blocks: Collection[str],
-        *,
-        model: nn.Module,
-        named: Mapping[str, nn.Parameter],
-        fakes: _Fakes,
-    ) -> BoundTwin:
-        """A twin of the part of a model at a path, which has these parameters. `blocks`: paths of those that are bound."""
-        touches = replace(self.make_touches(), layout=layout)
-        owner = Twin(touches, self.dtypes, device=self.device, on_device=self.on_device)  # type: ignore[abstract]  # see `Owner`
-        with without_modes():
-            twin, twins = _twin_of(model.get_submodule(path), {name: named[name] for name in names}, self.dtypes, fakes)
-            with fakes.mode:
-                owner.binding = Binding(
-                    twins,
-                    layout,
-                    owner,
-                    leases=owner.leases,
-                    counts=touches.counts,
-                    dtypes=self.dtypes,
-                    copied=self.copied,
-                    gradients=self.gradients,
-                    rewriting=owner,
-                )
-                owner.binding.let_go()
-                bound = Blocks(twin, owner.binding)
-                bound.bind(blocks)
-        owner.in_blocks = bool(bound.bound)
-        return BoundTwin(twin, owner, bound)
-
 
 @dataclass(frozen=True, slots=True)
 class _Fakes:
     """Makes fake tensors of a device in the place of real ones, whose small values stay known."""
 
-    mode: FakeTensorMode
-    values: KnownValues
+    operations: TrialOperations
     device: torch.device
 
     def of(self, value: Any) -> Any:
@@ -275,8 +237,8 @@ class _Fakes:
     def like(self, tensor: Tensor) -> Tensor:
         """A fake tensor without history: on the device, or on the CPU where the real one is there."""
         on_cpu = tensor if tensor.is_meta else _on_cpu(tensor)
-        alike = self.mode.from_tensor(tensor.detach() if self.device.type == tensor.device.type else on_cpu)
-        self.values.know(alike, on_cpu)
+        alike = self.operations.fakes.from_tensor(tensor.detach() if self.device.type == tensor.device.type else on_cpu)
+        self.operations.values.know(alike, on_cpu)
         return alike
 
 
@@ -287,7 +249,7 @@ def _twin_of(
 
     Other tensors are copied as they are, being small and of values that may matter.
     """
-    with fakes.mode:
+    with fakes.operations:
         twins = {
             name: nn.Parameter(
                 torch.empty_strided(

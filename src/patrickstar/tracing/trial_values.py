@@ -16,15 +16,15 @@ Note [Values in a trial run]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from patrickstar.torch_private import Plain, Undispatched, backward_id, checks_for_nan
+from patrickstar.torch_private import Undispatched, backward_id, checks_for_nan
 
 _MOST_ELEMENTS = 1 << 16
 _MOST_READS = 1000
@@ -57,22 +57,20 @@ class _Content:
         return self.elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-class KnownValues(TorchDispatchMode):
-    """Answers for values. Stands above the mode that makes tensors fake. See Note [Values in a trial run].
+class KnownValues:
+    """Answers for values. See Note [Values in a trial run].
 
     Args:
         quantile: what a draw is, from 0 to 1.
 
     Attributes:
-        branches: whether a value that depends on draws has been asked for. asked: how many values have been.
+        branches: whether a value that depends on draws has been asked for.
     """
 
     def __init__(self, quantile: float) -> None:
-        super().__init__()
         self._quantile = quantile
 
         self.branches = False
-        self.asked = 0
         self._reads = 0
         self._contents: dict[int, _Content] = {}
 
@@ -85,32 +83,27 @@ class KnownValues(TorchDispatchMode):
             with Undispatched(), torch.no_grad():
                 self._keep(fake, real.as_strided((numel,), (1,), 0).clone(), drawn=False)
 
-    def know_as(self, fake: Tensor, content: _Content | None) -> None:
-        """Has a tensor that has not been seen have a copy of some contents."""
+    def value_for(self, func: Any, args: Any) -> Any:
+        """The value that an operation asks for; None where it asks for none, or nobody knows it."""
+        if func is not _aten._local_scalar_dense.default:
+            return None
+        content = self._content(args[0])
         if content is not None:
-            with Undispatched():
-                self._keep(fake, content.elements.clone(), drawn=content.drawn)
+            return self._read(args[0], content)
+        if args[0].dtype is torch.bool and backward_id() != -1 and checks_for_nan():
+            return False  # there is none
+        return None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with Plain():
-            if func is _aten._local_scalar_dense.default:
-                content = self.content(args[0])
-                if content is not None:
-                    return self._read(args[0], content)
-                if args[0].dtype is torch.bool and backward_id() != -1 and checks_for_nan():
-                    return False  # there is none
-            result = func(*args, **kwargs)
-            if torch.Tag.nondeterministic_seeded in func.tags:
-                self._draw(func, args, kwargs, result)
-            elif func is _aten.lift_fresh.default:  # torch.tensor(number)
-                self._fill(result, args[0], drawn=False)
-            else:
-                self._follow(func, args, kwargs, result)
-            return result
+    def follow(self, func: Any, args: Any, kwargs: Any, result: Any, given: Sequence[Tensor]) -> None:
+        """Gives what an operation has made or written its values, or takes them away. `given`: the tensors among its operands."""
+        if _draws(func):
+            self._draw(func, args, kwargs, result)
+        elif func is _aten.lift_fresh.default:  # torch.tensor(number)
+            self._fill(result, args[0], drawn=False)
+        else:
+            self._follow(func, args, kwargs, result, given)
 
     def _read(self, tensor: Tensor, content: _Content) -> Any:
-        self.asked += 1
         if content.drawn:
             self.branches = True
             self._reads += 1
@@ -143,7 +136,7 @@ class KnownValues(TorchDispatchMode):
             probability = given.get("p", given["self"])
             if not isinstance(probability, Tensor):
                 return float(self._quantile < probability or probability == 1)
-            content = self.content(probability)
+            content = self._content(probability)
             if content is None:
                 return float(self._quantile < 0.5)  # of whatever probability: each outcome in one of the runs
             with Undispatched():
@@ -151,10 +144,8 @@ class KnownValues(TorchDispatchMode):
                 return (values > self._quantile).logical_or(values == 1)
         return None
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Gives what an operation has made or written its values, or takes them away."""
-        given = [*_tensors(args), *_tensors(kwargs.values())]
-        contents = [self.content(tensor) for tensor in given]
+    def _follow(self, func: Any, args: Any, kwargs: Any, result: Any, given: Sequence[Tensor]) -> None:
+        contents = [self._content(tensor) for tensor in given]
         known = [content for content in contents if content is not None]
         if len(known) < len(given) or func.namespace != "aten" or func.overloadpacket in _UNDEFINED:
             self._forget_written(func, args, kwargs)
@@ -181,7 +172,7 @@ class KnownValues(TorchDispatchMode):
 
     # contents
 
-    def content(self, tensor: Tensor) -> _Content | None:
+    def _content(self, tensor: Tensor) -> _Content | None:
         """Known contents of a tensor's storage, as elements of the tensor's type."""
         if not self._contents or tensor.layout is not torch.strided or tensor.is_complex():  # a conjugate is a view
             return None
@@ -190,7 +181,7 @@ class KnownValues(TorchDispatchMode):
 
     def _fill(self, tensor: Tensor, values: Tensor | float, *, drawn: bool) -> bool:
         """Gives a tensor values. False: the tensor is too large, or a part of something without values, and its values stay unknown."""
-        content = self.content(tensor)
+        content = self._content(tensor)
         with Undispatched():
             if content is not None:
                 content.of(tensor).copy_(torch.as_tensor(values))
@@ -213,6 +204,11 @@ class KnownValues(TorchDispatchMode):
         key = storage._cdata
         reference = weakref.ref(storage, lambda _, key=key: contents.pop(key, None))  # type: ignore[misc]
         contents[key] = _Content(elements, drawn, reference)
+
+
+@cache
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _can_be_known(tensor: Tensor) -> bool:

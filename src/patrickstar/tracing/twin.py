@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,16 +25,11 @@ class CannotTrace(Exception):  # noqa: N818  (a reason, not an error: the step r
     """The reason why a step cannot be traced without running it."""
 
 
-class Unlike(Exception):  # noqa: N818  (a reason, not an error: what is unlike runs)
-    """The reason why a block cannot be traced by what another one of its kind has done."""
-
-
 class Twin(Owner):
     """A session that owns no bytes: writes down what a step asks for. There is nothing to settle, to write back or to let go of.
 
     Attributes:
-        touches: what events touch. device: of its tensors. meter: of non-model bytes. recorder: of what is asked for.
-        held_beside: units that count as held beside those that are. in_blocks: whether blocks are bound.
+        touches: what events touch. meter: of non-model bytes. recorder: of what is asked for. in_blocks: whether blocks are bound.
         changes_copies: whether a weight that computes in another type than it is kept in has been changed.
     """
 
@@ -44,12 +38,11 @@ class Twin(Owner):
     ) -> None:
         self.touches = touches
         self._dtypes = dtypes
-        self.device = device
+        self._device = device
         self.leases = Leases(self._slot)
         self.meter = LiveBytes(self._is_slot, on_device=on_device)
         self.recorder = TraceRecorder(self.meter)
         self.binding: Binding | None = None
-        self.held_beside: Collection[PlaneRef] = ()
         self._making_slot = False
         self._sums = BackwardSums()
         self._backwards: set[int] = set()
@@ -72,28 +65,22 @@ class Twin(Owner):
         self._moment(Phase.BACKWARD, label, touches)
 
     def _moment(self, phase: Phase, label: str, touches: Sequence[Touch]) -> None:
-        self.recorder.moment(phase, label, touches, [*self.leases.held(), *self.held_beside])
+        self.recorder.moment(phase, label, touches, self.leases.held())
         self._last = touches
 
     def make_copy(self, key: CopyKey) -> Tensor:
         assert self.binding is not None
         assert isinstance(key, str)
         bound = self.binding.records[key]
-        return torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype, device=self.device)
+        return torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype, device=self._device)
 
     def _slot(self, key: PlaneRef) -> Tensor:
         layout = self.touches.layout
-        # A unit's tensors are of one type.
-        dtype = self._dtypes.get(layout.run_of(key.chunk).tensors[0], torch.float32)
-        with self.uncounted():
-            return torch.empty(layout.slots(key) * layout.chunk_numel, dtype=dtype, device=self.device)
-
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """A context in which what is made counts as a slot."""
         self._making_slot = True
         try:
-            yield
+            # A unit's tensors are of one type.
+            dtype = self._dtypes.get(layout.run_of(key.chunk).tensors[0], torch.float32)
+            return torch.empty(layout.slots(key) * layout.chunk_numel, dtype=dtype, device=self._device)
         finally:
             self._making_slot = False
 
@@ -105,7 +92,7 @@ class Twin(Owner):
     def _backward_ends(self) -> None:
         if not inside_backward_node():  # not one of those inside of it, where blocks are recomputed
             for name, gradient in self._sums.take().items():
-                self.arrives(name, gradient, is_sum=True)
+                self._add(name, gradient)
 
     def changed(self, key: WeightKey) -> None:
         if isinstance(key, PlaneRef):
@@ -131,13 +118,6 @@ class Twin(Owner):
         raise CannotTrace("the forward hands out a parameter's memory (numpy(), data_ptr())")
 
     def gradient(self, name: str, gradient: Tensor) -> None:
-        if self.adds_up(name, gradient.dtype):
-            self._sums.add(name, gradient)
-        else:
-            self.arrives(name, gradient)
-
-    def adds_up(self, name: str, dtype: torch.dtype) -> bool:
-        """Notes that a gradient comes, and tells whether it is one of several that are added up until the backward ends."""
         self._notice_backward()
         assert self.binding is not None
         if self.in_blocks and self.touches.updates_at_once(name):  # where uses are not counted
@@ -145,14 +125,15 @@ class Twin(Owner):
                 raise NotInBlocksError(f"the gradient of {name} comes in parts")
             self._updated.add(name)
             self.binding.changes.outdate([name])
-        return self.touches.adds_up(name, str(dtype).removeprefix("torch."))
+        if self.touches.adds_up(name, str(gradient.dtype).removeprefix("torch.")):
+            self._sums.add(name, gradient)
+        else:
+            in_block = self.touches.gradients is GradientUse.CHUNK and bool(self.binding.access.open)
+            self._add(name, gradient, in_block=in_block)
 
-    def arrives(self, name: str, gradient: Tensor | None = None, *, is_sum: bool = False) -> None:
-        """Writes down that a gradient has arrived."""
+    def _add(self, name: str, gradient: Tensor, *, in_block: bool = False) -> None:
         assert self.binding is not None
-        # Where it is a copy, it lives as long as a real one.
-        flat = None if gradient is None else self.binding.records[name].flat(gradient)  # noqa: F841
-        in_block = not is_sum and self.touches.gradients is GradientUse.CHUNK and bool(self.binding.access.open)
+        flat = self.binding.records[name].flat(gradient)  # noqa: F841  (where it is a copy, it lives as long as a real one)
         for _, touches in self.touches.gradient(name):
             if not in_block or touches != self._last:
                 self._moment(Phase.BACKWARD, name, touches)
