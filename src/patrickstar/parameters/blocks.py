@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from patrickstar.core.planes import WEIGHT
@@ -31,7 +31,7 @@ from patrickstar.errors import BudgetError, StateError
 from patrickstar.hooks import Watched, is_called_by_compiled, watch_calls
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
-from patrickstar.parameters.transforms import is_compiled
+from patrickstar.parameters.transforms import is_compiled, tensors_in
 from patrickstar.torch_private import (
     Plain,
     at_end_of_backward,
@@ -260,7 +260,7 @@ class Blocks:
         """
         if not block.module._modules:
             return
-        nodes = {tensor.grad_fn for tensor in _tensors_in(result) if tensor.grad_fn is not None}
+        nodes = {tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None}
         for node in nodes:
             if node._sequence_nr() >= first_node:
                 node.register_prehook(partial(_backward_begins, weakref.ref(self), block))
@@ -305,13 +305,3 @@ def _backward_begins(blocks: weakref.ref[Blocks], block: Block, *_: Any) -> None
 
 def _is_container(module: nn.Module) -> bool:
     return isinstance(module, nn.TransformerEncoder)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors_in(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors_in(item)

@@ -83,33 +83,19 @@ class SlotView(NamedTuple):
         return torch._neg_view(alias) if self.is_negated else alias
 
 
-class SavedSliceUnderneath(NamedTuple):
-    """An alias of a managed parameter that the hooks underneath ours have given back as one."""
-
-    saved: SavedSlice
-    unpack: Callable[[Any], torch.Tensor]
-
-
-class SavedSliceRecomputed(NamedTuple):
-    """An alias of a managed parameter that gradient checkpointing counts among what it makes again: unpacked, it has the forward run again."""
-
-    saved: SavedSlice
-    packed: Any
-    unpack: Callable[[Any], torch.Tensor]
-
-
 SavedTensor = tuple[torch.Tensor, int]
 """A saved tensor that is no alias of a managed parameter, with no hooks underneath ours, and its version."""
 
 
 class SavedUnderneath(NamedTuple):
-    """A saved tensor that is no alias of a managed parameter, packed by the hooks underneath ours."""
+    """A saved tensor, packed by the hooks underneath ours. `alias`: what it is, where they are only to have the forward run again."""
 
     packed: Any
     unpack: Callable[[Any], torch.Tensor]
+    alias: SavedSlice | None = None
 
 
-Saved = SavedSlice | SavedSliceUnderneath | SavedSliceRecomputed | SavedTensor | SavedUnderneath
+Saved = SavedSlice | SavedTensor | SavedUnderneath
 
 
 def changed_message(shape: tuple[int, ...], now: int, then: int) -> str:
@@ -165,14 +151,14 @@ class SavedTensors:
                 saved = self._slice(packed, is_recomputed=False) if isinstance(packed, torch.Tensor) else None
                 if saved is None:
                     return SavedUnderneath(packed, underneath[1])
-                return SavedSliceUnderneath(saved, underneath[1])
+                return SavedUnderneath(saved, lambda saved: underneath[1](self.unpack(saved)))
             if saved is not None and underneath is not None and is_recomputed:
                 # It counts what is saved, and stops when all of it is there again. Kept by it, an alias would hold its slot. Inside of a block
                 # it has seen weights as they are, and gives back what it sees again.
                 is_inside = not of_block and id(saved.owner) in self.access.in_blocks
                 if saved.owner.dtype is tensor.dtype and not is_inside:
                     tensor = torch.as_strided(self.standin(saved.owner), tensor.shape, [0] * tensor.dim())
-                return SavedSliceRecomputed(saved, underneath[0](tensor), underneath[1])
+                return SavedUnderneath(underneath[0](tensor), underneath[1], saved)
             if saved is not None:
                 return saved
             tensor = tensor if type(tensor) is torch.Tensor else self.lasting(tensor)
@@ -209,16 +195,11 @@ class SavedTensors:
                 if backward_makes_graph() and inside_node_of_torch() and are_saved_tensors_hooks_allowed():
                     self.around_use().__enter__()  # torch takes them away
                 return alias
-            case SavedSliceUnderneath():
-                return saved.unpack(self.unpack(saved.saved))
-            case SavedSliceRecomputed():
-                with Seen():  # off where a loss of the user's class runs its backward, in which a forward runs again
-                    saved.unpack(saved.packed)
-                return self.unpack(saved.saved)
             case (torch.Tensor() as tensor, int() as version):
                 if tensor._version != version:
                     raise RuntimeError(changed_message(tuple(tensor.shape), tensor._version, version))
                 return tensor
             case SavedUnderneath():
-                with Seen():
-                    return saved.unpack(saved.packed)
+                with Seen():  # off where a loss of the user's class runs its backward, in which a forward runs again
+                    found = saved.unpack(saved.packed)
+                return found if saved.alias is None else self.unpack(saved.alias)

@@ -5,7 +5,7 @@ A placeholder that is read all the same, by code that no check here sees, has to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -61,9 +61,11 @@ def expect_ordinary_call(
             f"a forward of {name} while __torch_function__ is switched off (torch._C.DisableTorchFunctionSubclass): nothing would see "
             "that its parameters are used. Call the model outside of that context"
         )
-    for value in _tensors_of_other_classes((args, kwargs)):
-        if probe is None:
-            return
+    if probe is None:
+        return
+    for value in tensors_in((args, kwargs)):
+        if type(value) is Tensor or isinstance(value, nn.Parameter):
+            continue
         if value.is_nested or _hides_parameters(value, probe):
             raise StateError(
                 f"an input of {name} is a {type(value).__name__}, whose operations switch __torch_function__ off: nothing would see that parameters "
@@ -71,16 +73,13 @@ def expect_ordinary_call(
             )
 
 
-def _tensors_of_other_classes(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value: in nested mappings, lists and tuples, or the value itself."""
     if isinstance(value, Tensor):
-        return [] if type(value) is Tensor or isinstance(value, nn.Parameter) else [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return (
-        [found for item in value for found in _tensors_of_other_classes(item)]
-        if isinstance(value, list | tuple)
-        else []
-    )
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item)
 
 
 def _hides_parameters(value: Tensor, probe: nn.Parameter) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,6 +27,7 @@ from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.blocks import Blocks, NotInBlocksError
 from patrickstar.parameters.changes import UnseenChangeError
 from patrickstar.parameters.saved import WeightChangedError
+from patrickstar.parameters.transforms import tensors_in
 from patrickstar.plan.fit import minimum_bytes
 from patrickstar.plan.touches import Touches
 from patrickstar.torch_private import (
@@ -37,7 +38,6 @@ from patrickstar.torch_private import (
 )
 from patrickstar.tracing.cast_inputs import cast_inputs
 from patrickstar.tracing.side_effects import CopiedFunctions, HooklessTensors, drop_hooks, no_side_effects
-from patrickstar.tracing.signature import leaves
 from patrickstar.tracing.trial_operations import TrialOperations
 from patrickstar.tracing.trial_values import Endless
 from patrickstar.tracing.twin import CannotTrace, Twin
@@ -292,11 +292,6 @@ def _rebuilt(value: Mapping[str, Any], items: dict[str, Any]) -> Any:
     for name, item in items.items():
         rebuilt[name] = item  # type: ignore[index]
     return rebuilt
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in an output or a module's attributes, in nested containers."""
-    return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 def _backward(output: Any, *, scales: bool) -> None:
