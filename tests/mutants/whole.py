@@ -24,7 +24,7 @@ CLIPPED = f"{LINE}[deferred-forward backward limit(9) step zero forward backward
 
 WHOLE: tuple[Mutant, ...] = (
     Fault("a-slot-moves-under-an-ordinary-parameter", "memory.leases:Leases.take_part").by(
-        drop("_note"), f"{FILE}::test_a_part_of_a_unit_is_found_where_it_lies"
+        returns("tensor"), f"{FILE}::test_a_part_of_a_unit_is_found_where_it_lies"
     ),
     Fault("whole-is-chosen-one-slot-too-early", "step.budgets:Budgets.hold").by(
         replace("state_bytes + beside_bytes + self.spare_bytes", "_ - 8192"), EDGE

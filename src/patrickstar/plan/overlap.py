@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import NamedTuple
@@ -128,15 +128,9 @@ class _Overlap:
         for action in actions:
             if not isinstance(action, Drop) or action.tier is self._upper:
                 found.setdefault(action.of, []).append(action)
-        for ref in self._updated(actions):  # it is not to be had before it
+        for ref in _updated(actions, self._home) if self._is_between else ():  # it is not to be had before it
             found.pop(ref, None)
         return found
-
-    def _updated(self, actions: Iterable[Action]) -> list[PlaneRef]:
-        """Units that updates have used which are over with a moment: between the tiers where they are waited for later than they begin."""
-        waits = (action.work for action in actions if self._is_between and isinstance(action, Wait))
-        over = (work for work in waits if work.kind is WorkKind.UPDATE)
-        return [ref for work in over for ref in units_of(Issue(work), self._home)]
 
     def _descend(self, moments: list[list[Action]], goes_down: Collection[PlaneRef]) -> Snapshot:
         """Has these units begin to go down once they have been written for the last time; where everything is at the end."""
@@ -160,8 +154,9 @@ class _Overlap:
             else:
                 used = [*moment.held, *(touch.ref for touch in moment.touches)]
             actions = self._plan.moments[index]
-            done = [*(action.of for action in actions), *self._updated(actions)]
-            for ref in dict.fromkeys((*used, *freed_after.get(index, ()), *done)):
+            if self._is_between:
+                used += _updated(actions, self._home)
+            for ref in dict.fromkeys((*used, *freed_after.get(index, ()), *(action.of for action in actions))):
                 pins[ref].append(index)
         return pins
 
@@ -383,3 +378,9 @@ class _Later:
         if ref.plane == GRAD:  # it may be on its way, and its slots at either end be taken
             at = min(at, *(self._taken.get((ref, other), last) for other in _TIERS))
         return at
+
+
+def _updated(actions: Iterable[Action], home: Container[PlaneRef]) -> list[PlaneRef]:
+    """What updates have used that are over with a moment: they may have begun long before it."""
+    over = (action.work for action in actions if isinstance(action, Wait) and action.work.kind is WorkKind.UPDATE)
+    return [ref for work in over for ref in units_of(Issue(work), home)]
