@@ -285,8 +285,9 @@ def test_a_checkpoint_without_a_random_state_is_refused_before_anything_has_chan
 ) -> None:
     pair = make_pair()
     pair.train(2)
-    monkeypatch.setattr("patrickstar.checkpoint.rng.capture", lambda device=None: {"torch": torch.get_rng_state()})
-    pair.session.save_checkpoint(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr("patrickstar.checkpoint.rng.capture", lambda device=None: {"torch": torch.get_rng_state()})
+        pair.session.save_checkpoint(tmp_path / "run")
     pair.train(1, first=2)
     expect_refused(pair, tmp_path / "run")
 
