@@ -66,8 +66,7 @@ BINDING: tuple[Mutant, ...] = (
         f"{REPORTS}::test_a_change_of_many_weights_under_a_users_mode_is_kept",
     ),
     Fault("data-that-is-assigned-is-let-go", "parameters.attributes:Attributes._set_data").by(
-        drop("use", nth=2),
-        f"{REPORTS}::test_values_that_are_assigned_as_data_are_taken_over",
+        drop("use", nth=2), f"{REPORTS}::test_values_that_are_assigned_as_data_are_taken_over"
     ),
     Fault("a-graph-of-gradients-holds-its-weights", "parameters.saved:SavedTensors.unpack").by(
         replace("backward_makes_graph()", "False"), f"{SAVED}::test_a_graph_of_gradients_holds_no_weight[2]"

@@ -189,7 +189,7 @@ class Events(Owner):
                 raise StateError(f"{refused}{self.advice()}") from None
         # After an interruption torch calls no hook.
         if self._depth and not any(frame is self._caller for frame in frames()):
-            self._expect_alone()
+            _expect_alone(self)
             self._depth = 0
             self.stretches.abandon()
         if self._depth:
@@ -203,7 +203,7 @@ class Events(Owner):
         if self.binding.is_whole:
             self.binding.whole.take_back(for_forward=True)
         with self.executor.lock:
-            self._expect_alone()
+            _expect_alone(self)
             self.stretches.begin_forward(self.registered, args, kwargs)
         self.touches.begin_forward()
         self._depth = 1
@@ -212,14 +212,6 @@ class Events(Owner):
         self._handled = sys.exc_info()[1]
         self._began_s, self._backward_began_s = time.perf_counter(), 0.0
         return cast_inputs((args, kwargs), self.compute)
-
-    def _expect_alone(self) -> None:
-        """Raises StateError where a forward is under way on another thread, whose end lets go of parameters."""
-        threads = sys._current_frames().values() if self._depth and self.whole.why else ()
-        if any(frame is self._caller for now in threads for frame in frames(now)):
-            raise StateError(
-                f"a forward of the model is under way on another thread: call it by one at a time, under a lock{self.advice()}"
-            )
 
     def after_forward(self, module: nn.Module) -> None:  # noqa: ARG002
         """Ends a forward, which is over or was left by an exception."""
@@ -243,6 +235,15 @@ class Events(Owner):
             self._in_backward = False
             self.binding.access.close()
             self.stretches.abandon()
+
+
+def _expect_alone(events: Events) -> None:
+    """Raises StateError where a forward is under way on another thread, whose end lets go of parameters."""
+    threads = sys._current_frames().values() if events._depth and events.whole.why else ()
+    if any(frame is events._caller for now in threads for frame in frames(now)):
+        raise StateError(
+            f"a forward of the model is under way on another thread: call it by one at a time, under a lock{events.advice()}"
+        )
 
 
 def expect_own_parameters(
