@@ -225,7 +225,7 @@ def plans_made() -> str:
             new.append(str(len(digests - known)))
             known |= digests
         first, second = plans[-1]
-        kept = second.end.slots_used * second.end.slot_bytes
+        kept = sum(second.end.slots[ref] for ref in second.end.taken[second.end.compute]) * second.end.slot_bytes
         total = model_bytes(run(share, steps=1)[0])
         rows.append((f"{share:.0%}", " ".join(new), f"{kept / total:.2f}", f"{moved((first, second)) / total:.2f}"))
     heads = ("budget", f"plans made in steps 1 to {STEPS}", "kept from step to step", "moved a step")

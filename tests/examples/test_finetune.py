@@ -41,7 +41,7 @@ def test_it_fine_tunes_with_less_memory_than_the_model_takes(device: str, direct
     model_data = 12 * parameters
     memory = ["--disk", tmp_path / "scratch"]
     if device == "emulated":
-        memory += ["--device-memory", 700 * KIB, "--host-memory", model_data // 2]
+        memory += ["--device-memory", "700KiB", "--host-memory", model_data // 2]
     tries = ["--steps", 6, "--seq-len", 32, "--lr", 3e-3, "--out", tmp_path / "out", "--device", device]
     done = run_script(
         ROOT / "examples" / "finetune_7b.py",

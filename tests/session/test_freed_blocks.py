@@ -71,7 +71,7 @@ def test_without_a_bound_nothing_is_asked_of_the_allocator(returned: list[str]) 
     plan, trace, _ = planned()
     blocks = bounded(1, binds=False)
     blocks.planned(plan, trace)
-    blocks.begin(Stretch(StretchKind.TRAINING, reason="whatever"))
+    blocks.begin(Stretch(StretchKind.TRAINING, reason="whatever"), 0)
     assert not returned
 
 

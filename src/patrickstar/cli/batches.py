@@ -16,7 +16,7 @@ from patrickstar.errors import CheckpointError
 
 # Held-out batches of one evaluation: enough to tell a fall from noise, few enough to cost no more than a few steps.
 VALIDATION_BATCHES: Final = 4
-RANDOM_TOKENS: Final = 1 << 22
+RANDOM_TOKENS: Final = 1 << 20
 
 Batch = dict[str, torch.Tensor]
 

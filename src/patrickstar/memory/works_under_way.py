@@ -117,7 +117,7 @@ class WorksUnderWay:
         """All that must be over before a work reads what it reads."""
         is_alone = issue.src is not None and issue.work.of not in self._state.under_way
         before = [] if is_alone else list(map(self.ticket, residency.before_it(self._state, issue)))
-        if issue.src is not None:
+        if issue.src is not None and (WorkKind.CREATE, issue.work.of, issue.src) in self._under_way:
             before += self._zeros(issue.work.of, issue.src)
         if self.is_queued:
             for unit, tier, _ in reads(issue, self._state.home):
@@ -131,7 +131,8 @@ class WorksUnderWay:
         (kind, ref, tier), before = issue.work, list[Ticket]()
         if kind is not WorkKind.UPDATE and tier is not Tier.DISK:
             before += self.units.fences(ref, tier, issue.slots)
-            before += self._zeros(ref, tier)
+            if (WorkKind.CREATE, ref, tier) in self._under_way:
+                before += self._zeros(ref, tier)
         if self.is_queued:
             for unit, _, _ in writes(issue, self._state.home):
                 before += self._readiness.before_writing((unit, tier))

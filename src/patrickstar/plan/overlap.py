@@ -381,6 +381,6 @@ class _Later:
 
 
 def _updated(actions: Iterable[Action], home: Container[PlaneRef]) -> list[PlaneRef]:
-    """What updates have used that are over with a moment: they may have begun long before it."""
+    """Units that updates have used which are over with a moment: those may have begun long before it."""
     over = (action.work for action in actions if isinstance(action, Wait) and action.work.kind is WorkKind.UPDATE)
     return [ref for work in over for ref in units_of(Issue(work), home)]

@@ -239,7 +239,7 @@ class Events(Owner):
 
 def _expect_alone(events: Events) -> None:
     """Raises StateError where a forward is under way on another thread, whose end lets go of parameters."""
-    threads = sys._current_frames().values() if events._depth and events.whole.why else ()
+    threads = sys._current_frames().values() if events._depth and events.stretches.blocks.bound else ()
     if any(frame is events._caller for now in threads for frame in frames(now)):
         raise StateError(
             f"a forward of the model is under way on another thread: call it by one at a time, under a lock{events.advice()}"
