@@ -272,9 +272,7 @@ def test_activations_that_come_and_go_between_two_moves_are_part_of_the_peak() -
 class Swells(Layers):
     """A data-dependent activation: the trial run takes the branch without it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.swell = False
+    swell = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.swell:

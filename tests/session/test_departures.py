@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,9 +73,7 @@ def test_an_input_that_another_model_made_can_be_traced(make_pair: MakePair, on_
 class Hops(Layers):
     """Calls its layers in an order and number that the caller gives, as no signature can tell."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.order = [0, 1, 2, 3, 4, 5]
+    order: Sequence[int] = range(6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number in self.order:

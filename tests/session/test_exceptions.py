@@ -21,6 +21,7 @@ from patrickstar.plan.make import make_plan
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.testing.manual_lane import ManualLane
+from tests.composed import Composed
 from tests.forked import in_forked_child
 from tests.session.builders import (
     MACHINES,
@@ -82,9 +83,7 @@ class Trips(torch.autograd.Function):
 class Fragile(Layers):
     """Raises in the middle of its forward, or of its backward, when it is told to."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.trips_in_forward = False
+    trips_in_forward = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layers[:6](x)
@@ -94,17 +93,12 @@ class Fragile(Layers):
         return self.layers[6:](x)
 
 
-class Breaks(nn.Module):
+def breaks() -> nn.Module:
     """Two parameters in one chunk, with something between their gradients that can raise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH // 2, WIDTH)
-        self.rest = mlp(2, layers=3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.rest(self.second(Trips.apply(self.first(x))))
+    torch.manual_seed(0)
+    first, second = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH // 2, WIDTH)
+    run = lambda model, x: model.rest(model.second(Trips.apply(model.first(x))))
+    return Composed(run, first=first, second=second, rest=mlp(2, layers=3))
 
 
 pytestmark = pytest.mark.usefixtures("disarmed")
@@ -189,7 +183,7 @@ def test_gradients_that_came_before_the_exception_are_there_as_in_pytorch(
     pair.train_same(1, first=2)
 
 
-@pytest.mark.parametrize("build", [Fragile, Breaks])
+@pytest.mark.parametrize("build", [Fragile, breaks])
 def test_a_session_that_asks_for_a_checkpoint_can_still_be_closed(make_pair: MakePair, build: type[nn.Module]) -> None:
     pair = make_pair(build, step="in_backward", device="emulated", device_memory=8 * SLOT)
     pair.train(1)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import patrickstar
 from patrickstar import StateError
 from patrickstar.core.planes import GRAD
+from tests.composed import Composed
 from tests.parity.compare import same_bits
 from tests.parity.oracle import clip
 from tests.session.builders import (
@@ -114,18 +115,13 @@ def test_zeros_are_for_the_groups_parameters_only_also_inside_of_a_chunk(make_pa
 
 
 def test_a_frozen_parameter_and_an_unused_one_have_none(make_pair: MakePair) -> None:
-    class Partly(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers, self.unused = mlp(), nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers(x)
+    def partly() -> nn.Module:
+        return Composed(lambda model, x: model.layers(x), layers=mlp(), unused=nn.Linear(4, 4))
 
     def freeze(model: nn.Module, _: Any) -> None:
         model.layers[2].requires_grad_(False)
 
-    pair = make_pair(Partly, before=freeze)
+    pair = make_pair(partly, before=freeze)
     pair.train(2)
     pair.each(backward, 2)
     pair.expect_same_gradients()

@@ -19,6 +19,7 @@ from patrickstar.step import room
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.room import HostRoom
 from patrickstar.units import MIB
+from tests.composed import Composed
 from tests.session.builders import (
     LAYERS,
     SLOT,
@@ -45,24 +46,22 @@ class Unforeseen(Layers):
         return self.layers[6:](wide)
 
 
-class Replaces(nn.Module):
+LARGE_BYTES = 2000 * WIDTH * 4
+
+
+def replaces() -> nn.Module:
     """Makes something large between the uses of its two weights, and again after the second, when the first is gone."""
 
-    LARGE_BYTES = 2000 * WIDTH * 4
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in (self.first, self.second):
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        for layer in model.children():
             x = layer(x)
             with torch.no_grad():
                 mean = x.repeat(2000 // len(x), 1).mean(0)
             x = x - mean
         return x
+
+    torch.manual_seed(0)
+    return Composed(run, **{name: nn.Linear(WIDTH, WIDTH, bias=False) for name in ("first", "second")})
 
 
 def test_chunks_leave_for_activations_that_no_forecast_saw(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
@@ -112,7 +111,7 @@ def test_near_the_bound_the_allocator_is_asked_before_the_process_grows_by_much(
 def test_the_guard_is_told_of_what_takes_the_place_of_something_that_is_gone(
     make_pair: MakePair, on_disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = make_pair(Replaces, **on_disk | {"host_memory": Replaces.LARGE_BYTES + 10 * SLOT})
+    pair = make_pair(replaces, **on_disk | {"host_memory": LARGE_BYTES + 10 * SLOT})
     pair.train(1)
     pilot, told = pair.session._parts.executor.pilot, dict[str, int]()
 
@@ -123,9 +122,9 @@ def test_the_guard_is_told_of_what_takes_the_place_of_something_that_is_gone(
 
     monkeypatch.setattr(HostRoom, "excess_bytes", excess_bytes)
     pair.train(1, first=1)
-    assert told["forward first.weight"] >= Replaces.LARGE_BYTES
-    assert told["forward second.weight"] >= Replaces.LARGE_BYTES
-    assert max(told[name] for name in told if "backward" in name) < Replaces.LARGE_BYTES
+    assert told["forward first.weight"] >= LARGE_BYTES
+    assert told["forward second.weight"] >= LARGE_BYTES
+    assert max(told[name] for name in told if "backward" in name) < LARGE_BYTES
 
 
 @pytest.mark.parametrize(("is_exceeded", "arriving_bytes"), [(False, 3 * SLOT), (True, SLOT)])

@@ -219,9 +219,7 @@ def test_an_interruption_before_the_lane_knows_of_an_update_leaves_it_pending(
 class Skips(Layers):
     """Layers, of which the user may have one left out."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.skipped: int | None = None
+    skipped: int | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, layer in enumerate(self.layers):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import patrickstar
+from tests.composed import Composed
 from tests.parity.compare import same_bits
 from tests.session.builders import (
     EMULATED,
@@ -244,13 +245,6 @@ def test_parameters_that_share_memory_without_being_one_are_refused() -> None:
 
 @pytest.mark.parametrize("shape", [(), (1,), (0, 4), (5, 1, 3)])
 def test_odd_shapes(make_pair: MakePair, shape: tuple[int, ...]) -> None:
-    class Odd(Layers):
-        def __init__(self) -> None:
-            super().__init__()
-            self.odd = nn.Parameter(torch.ones(shape))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers(x) * (1 + self.odd.sum())
-
-    pair = make_pair(Odd)
+    run = lambda model, x: model.layers(x) * (1 + model.odd.sum())
+    pair = make_pair(lambda: Composed(run, layers=mlp(), odd=nn.Parameter(torch.ones(shape))))
     pair.train_same(2)

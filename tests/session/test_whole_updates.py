@@ -48,7 +48,7 @@ from tests.session.builders import (
     values,
 )
 from tests.session.test_disk_tier import arm
-from tests.session.test_exceptions import Breaks, Fragile, trip_in_backward
+from tests.session.test_exceptions import Fragile, breaks, trip_in_backward
 from tests.session.test_pending_steps import LOOKS as LOOKS_BETWEEN
 
 APART = UpdateChoice(apart=True)
@@ -378,7 +378,7 @@ def test_a_parameter_that_leaves_its_group_is_updated_no_more(whole: MakePair) -
 @pytest.mark.parametrize("look", [False, True])
 @pytest.mark.parametrize(
     ("build", "updated", "not_yet"),
-    [(Fragile, r"layers\.10\.weight", "layers.0.weight"), (Breaks, r"second\.weight", "first.weight")],
+    [(Fragile, r"layers\.10\.weight", "layers.0.weight"), (breaks, r"second\.weight", "first.weight")],
     ids=["between chunks", "within a chunk"],
 )
 def test_a_backward_that_raises_asks_for_a_checkpoint_and_has_nothing_half_done(
@@ -391,7 +391,7 @@ def test_a_backward_that_raises_asks_for_a_checkpoint_and_has_nothing_half_done(
         pair.train(2)
         pair.session.save_checkpoint(tmp_path / str(choice))
         trip_in_backward(pair.model, None)
-        if choice is None and build is Breaks:
+        if choice is None and build is breaks:
             assert pair.session._parts.executor.pending, "the second layer's gradients wait for the first's"
         for call in (
             lambda: pair.model(batch()),
@@ -411,7 +411,7 @@ def test_a_backward_that_raises_asks_for_a_checkpoint_and_has_nothing_half_done(
 
 
 def test_what_waits_is_used_before_the_first_moment_that_the_plan_did_not_have(whole: MakePair) -> None:
-    pair = whole(Breaks)
+    pair = whole(breaks)
     pair.train(2)
     seen = []
 
