@@ -245,8 +245,7 @@ def test_a_loss_outside_of_the_model_has_room_or_is_refused_before_the_forward(r
     assert not any("exceeded" in str(refusal) for refusal in refusals), refusals
 
 
-def test_the_budget_is_never_exceeded_on_the_emulated_device(make_pair: Callable[..., Pair]) -> None:
-    pair = make_pair()
+def test_the_budget_is_never_exceeded_on_the_emulated_device(pair: Pair) -> None:
     pair.train(3)
     pair.model.eval()
     with torch.no_grad():

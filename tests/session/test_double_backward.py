@@ -117,15 +117,14 @@ def test_a_penalty_inside_of_the_model_is_planned_once_it_is_measured(
     assert counts(pair) == ((4, 1) if measured_at_once else (3, 2)), pair.session.stats().reason
 
 
-def test_a_penalty_at_some_steps_leaves_the_plan_of_the_others(make_pair: MakePair, machine: dict[str, Any]) -> None:
+def test_a_penalty_at_some_steps_leaves_the_plan_of_the_others(moving: Pair) -> None:
     """Lazy regularisation: the step after the first penalty is expected to have one too, and from then on only penalties depart."""
-    pair = make_pair(**machine)
     for number in range(24):
-        pair.same(penalised_step if number % 4 == 3 else sloped_step, number)
-    pair.expect_same()
-    (known,) = pair.session._parts.stretches.known.kinds.values()
+        moving.same(penalised_step if number % 4 == 3 else sloped_step, number)
+    moving.expect_same()
+    (known,) = moving.session._parts.stretches.known.kinds.values()
     assert known.trace is known.offline, "what was measured of a penalty is no model for a plain step"
-    assert counts(pair) == (24 - 6 - 1, 6 + 1), pair.session.stats().reason
+    assert counts(moving) == (24 - 6 - 1, 6 + 1), moving.session.stats().reason
 
 
 def test_penalties_that_begin_and_end_are_followed(make_pair: MakePair) -> None:
@@ -161,12 +160,11 @@ def test_a_backward_that_recomputes_or_keeps_its_graph_differentiates_none(make_
     assert counts(pair) == (3, 0), pair.session.stats().reason
 
 
-def test_an_input_that_wants_a_gradient_changes_no_plan(make_pair: MakePair, machine: dict[str, Any]) -> None:
+def test_an_input_that_wants_a_gradient_changes_no_plan(moving: Pair) -> None:
     """Its first step is measured, in case a gradient is differentiated, and follows its plan all the same."""
-    pair = make_pair(**machine)
-    pair.train_same(3, by=sloped_step)
-    assert counts(pair) == (3, 0), pair.session.stats().reason
-    (known,) = pair.session._parts.stretches.known.kinds.values()
+    moving.train_same(3, by=sloped_step)
+    assert counts(moving) == (3, 0), moving.session.stats().reason
+    (known,) = moving.session._parts.stretches.known.kinds.values()
     assert known.measured is not None
     assert known.trace is known.offline
 

@@ -207,23 +207,20 @@ def test_a_backward_that_raises_before_the_first_gradient_in_backward_mode_has_u
     pair.train_same(2, first=1)
 
 
-def test_a_closure_that_raises_has_updated_nothing(make_pair: MakePair) -> None:
+def test_a_closure_that_raises_has_updated_nothing(trained: Pair) -> None:
     def refuse() -> float:
         raise ZeroDivisionError
 
-    pair = make_pair()
-    pair.train(1)
-    pair.each(backward, 1)
+    trained.each(backward, 1)
     with pytest.raises(ZeroDivisionError):
-        pair.optimizer.step(refuse)
-    pair.step()
-    pair.expect_same()
+        trained.optimizer.step(refuse)
+    trained.step()
+    trained.expect_same()
 
 
 def test_an_exception_in_the_middle_of_a_step_is_not_passed_over(
-    make_pair: MakePair, failing_update: Callable[..., Any], tmp_path: Any
+    pair: Pair, failing_update: Callable[..., Any], tmp_path: Any
 ) -> None:
-    pair = make_pair()
     pair.train(2)
     pair.session.save_checkpoint(tmp_path)
     train_step(pair.model, pair.optimizer)
@@ -247,14 +244,13 @@ class Twice(tuple[Any, ...]):
         return super().__new__(cls, (first, second))
 
 
-def test_inputs_that_cannot_be_cast_leave_the_session_usable(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
+def test_inputs_that_cannot_be_cast_leave_the_session_usable(disk_pair: Pair) -> None:
     """They are cast when the forward has begun."""
-    pair = make_pair(**on_disk)
-    pair.train(1)
+    disk_pair.train(1)
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        pair.model(Twice(torch.ones(2, 7, dtype=torch.float64), None))
-    assert pair.session._parts.executor.pilot.stretch.is_over
-    pair.train_same(2, first=1)
+        disk_pair.model(Twice(torch.ones(2, 7, dtype=torch.float64), None))
+    assert disk_pair.session._parts.executor.pilot.stretch.is_over
+    disk_pair.train_same(2, first=1)
 
 
 def test_an_error_inside_of_manage_keeps_the_optimizers_hooks(tmp_path: Any) -> None:

@@ -27,6 +27,7 @@ from tests.session.builders import (
     WIDTH,
     Layers,
     MakePair,
+    Pair,
     backward,
     is_ordinary,
     managed,
@@ -72,18 +73,15 @@ def test_chunks_leave_for_activations_that_no_forecast_saw(make_pair: MakePair, 
     assert pair.session.stats().peak["host"] <= budget
 
 
-def test_where_the_room_that_is_left_to_activations_cannot_be_had_only_what_is_needed_stays(
-    make_pair: MakePair, on_disk: dict[str, Any]
-) -> None:
-    pair = make_pair(**on_disk)
-    pair.train(1)
-    executor = pair.session._parts.executor
-    pair.session.state_dict()["2.weight"]  # no stretch is under way any more
+def test_where_the_room_that_is_left_to_activations_cannot_be_had_only_what_is_needed_stays(disk_pair: Pair) -> None:
+    disk_pair.train(1)
+    executor = disk_pair.session._parts.executor
+    disk_pair.session.state_dict()["2.weight"]  # no stretch is under way any more
     assert executor.store.state.slots_used[Tier.HOST] > 1
     with executor.room.making(TIGHT):
-        pair.session.state_dict()["0.weight"]
+        disk_pair.session.state_dict()["0.weight"]
         assert executor.store.state.slots_used[Tier.HOST] == 1
-    pair.expect_same()
+    disk_pair.expect_same()
 
 
 def bounded(resident_limit_bytes: int) -> HostRoom:
@@ -131,12 +129,10 @@ def test_the_guard_is_told_of_what_takes_the_place_of_something_that_is_gone(
 def test_near_the_bound_the_guard_is_told_of_pages_that_are_to_come_and_not_of_those_that_have(
     is_exceeded: bool,
     arriving_bytes: int,
-    make_pair: MakePair,
-    on_disk: dict[str, Any],
+    disk_pair: Pair,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pair = make_pair(**on_disk)
-    pair.train(1)
+    disk_pair.train(1)
     told = list[int]()
 
     def told_without_transfers(self: HostRoom, growth_bytes: int) -> int:
@@ -147,27 +143,26 @@ def test_near_the_bound_the_guard_is_told_of_pages_that_are_to_come_and_not_of_t
     monkeypatch.setattr(HostRoom, "is_exceeded_by", lambda self, growth_bytes: is_exceeded)
     monkeypatch.setattr(WorksUnderWay, "arriving_slots", 0)
     monkeypatch.setattr(WorksUnderWay, "arriving_bytes", lambda self: SLOT)
-    pair.train(1, first=1)
+    disk_pair.train(1, first=1)
     before, told[:] = list(told), []
     monkeypatch.setattr(WorksUnderWay, "arriving_slots", 3)
-    pair.train(1, first=2)
+    disk_pair.train(1, first=2)
     assert told == [growth + arriving_bytes for growth in before]
 
 
 def test_chunks_make_room_for_what_the_process_holds_beside_them(
-    make_pair: MakePair, on_disk: dict[str, Any], caplog: pytest.LogCaptureFixture
+    disk_pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = make_pair(**on_disk)
-    pair.train(1)
-    executor = pair.session._parts.executor
+    disk_pair.train(1)
+    executor = disk_pair.session._parts.executor
     executor.settle()
     executor.room._limits = (0, 0)  # whatever is there is too much
     with caplog.at_level(logging.WARNING, "patrickstar"):
-        pair.train(1, first=1)
-        pair.session.state_dict()["0.weight"]
+        disk_pair.train(1, first=1)
+        disk_pair.session.state_dict()["0.weight"]
     assert executor.store.state.slots_used[Tier.HOST] == 1
     assert "more than host_memory allows" in caplog.text
-    pair.expect_same()
+    disk_pair.expect_same()
 
 
 @pytest.mark.parametrize("slots", [4 * LAYERS, 6])

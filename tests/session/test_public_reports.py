@@ -85,8 +85,7 @@ def test_a_view_of_a_weight_keeps_its_traits_until_backward(make_pair: MakePair,
 
     for tight in ({"device": "cpu"}, {"device": "emulated", "device_memory": "64KiB"}):
         pair = make_pair(lambda: spectral(use), with_options={"chunk_size": 1024}, **tight)
-        for number in range(3):
-            assert same_bits(*pair.each(step, number))
+        pair.train(3, by=step)
         expect_bits(pair.plain.state_dict(), dict(pair.session.state_dict()))
 
 
@@ -527,14 +526,13 @@ def test_torch_chooses_the_same_formulas_in_a_measured_step(
     """Under a dispatch mode it would take every tensor for one without a storage."""
     seen: list[int] = []
 
-    def act(model: nn.Module, optimizer: Any) -> Tensor:
+    def act(model: nn.Module, optimizer: Any, _: int) -> Tensor:
         loss = formula(model(inputs()), inputs(1)).sum()
         seen.append(len(shown_to()))
         return finish(loss, optimizer)
 
     pair = make_pair(lambda: nn.Sequential(*stack(), Hidden()), **machine)
-    for _ in range(3):
-        assert same_bits(*pair.each(act))
+    pair.train(3, by=act)
     assert_same(pair.plain, pair.plain_optimizer, pair.session)
     assert any(seen), "no meter was on, which shows nothing"
 

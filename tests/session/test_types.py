@@ -18,6 +18,7 @@ from tests.session.builders import (
     ROOMY,
     Layers,
     MakePair,
+    Pair,
     adamw,
     assert_same,
     batch,
@@ -144,8 +145,7 @@ def test_an_input_that_needs_no_cast_is_the_very_same_object(make_pair: MakePair
     assert seen[-1] is inputs
 
 
-def test_gradients_reach_inputs_through_the_cast(make_pair: MakePair) -> None:
-    pair = make_pair()
+def test_gradients_reach_inputs_through_the_cast(pair: Pair) -> None:
     inputs = [batch().double().requires_grad_() for _ in range(2)]
     pair.plain(inputs[0].float()).sum().backward()
     pair.model(inputs[1]).sum().backward()
