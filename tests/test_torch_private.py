@@ -178,23 +178,28 @@ def test_hooks_are_allowed_but_where_somebody_forbids_them():
     assert are_saved_tensors_hooks_allowed()
 
 
-def test_nodes_of_torch_are_told_from_functions_of_others():
-    seen: list[bool] = []
+def asking_in_backward(ask, seen):
+    """A function of others, which writes down what it is told in its backward."""
 
-    class Watches(torch.autograd.Function):
+    class Asks(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
             return x.clone()
 
         @staticmethod
         def backward(ctx, gradient):
-            seen.append(inside_node_of_torch())
+            seen.append(ask())
             return gradient
 
+    return Asks.apply
+
+
+def test_nodes_of_torch_are_told_from_functions_of_others():
+    seen: list[bool] = []
     x = torch.ones(2, requires_grad=True)
     y = x * 2
     y.register_hook(lambda _: seen.append(inside_node_of_torch()))
-    Watches.apply(y).sum().backward()
+    asking_in_backward(inside_node_of_torch, seen)(y).sum().backward()
     assert seen == [False, True]
     assert not inside_node_of_torch()
 
@@ -212,19 +217,10 @@ def test_undispatched_switches_dispatch_modes_off():
 @pytest.mark.parametrize("retain_graph", [False, True])
 def test_a_backward_that_makes_a_graph_is_told_from_others(create_graph, retain_graph):
     seen: list[bool] = []
-
-    class Watches(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            seen.append(backward_makes_graph())
-            return gradient
-
     x = torch.ones(2, requires_grad=True)
-    (Watches.apply(x) ** 2).sum().backward(create_graph=create_graph, retain_graph=retain_graph or create_graph)
+    (asking_in_backward(backward_makes_graph, seen)(x) ** 2).sum().backward(
+        create_graph=create_graph, retain_graph=retain_graph or create_graph
+    )
     assert seen == [create_graph]
     assert not backward_makes_graph()
 

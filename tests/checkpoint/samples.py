@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -98,6 +99,11 @@ def flip(path: Path, at: int = -1) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(data)
+
+
+def resize(path: Path, to: float) -> None:
+    """As many times the bytes, and one more where it grows."""
+    os.truncate(path, int(path.stat().st_size * to) + (to > 1))
 
 
 def forge(step: Path, change: Any) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from patrickstar.checkpoint.find import open_step
 from patrickstar.errors import CheckpointError
-from tests.checkpoint.samples import LIES, adopt, forge, write
+from tests.checkpoint.samples import LIES, adopt, forge, resize, write
 
 STEP = "step-00000002"
 
@@ -68,10 +68,6 @@ def test_the_sample_has_the_files_that_are_spoiled_here(clean):
     assert sorted(path.name for path in (clean / STEP).iterdir()) == FILES
 
 
-def resized(factor: float) -> Callable[[Path], None]:
-    return lambda file: os.truncate(file, int(file.stat().st_size * factor) + (factor > 1))
-
-
 def moved(make: Callable[[Path, Path], None]) -> Callable[[Path], None]:
     """The file goes elsewhere, and something that `make(file, elsewhere)` makes has its name."""
 
@@ -84,7 +80,7 @@ def moved(make: Callable[[Path, Path], None]) -> Callable[[Path], None]:
 
 
 DAMAGE: dict[str, Callable[[Path], Any]] = {
-    **{f"resized to {factor}": resized(factor) for factor in (0.0, 0.01, 0.5, 0.999, 1.001, 2.0)},
+    **{f"resized to {to}": partial(resize, to=to) for to in (0.0, 0.01, 0.5, 0.999, 1.001, 2.0)},
     "missing": Path.unlink,
     "of another step": lambda file: shutil.copyfile(file.parents[1] / "step-00000001" / file.name, file),
     "a link to the right bytes": moved(lambda file, elsewhere: file.symlink_to(elsewhere)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,77 +12,46 @@ from torch.utils.checkpoint import checkpoint
 
 import patrickstar
 from patrickstar.session.forecast import forecast
+from tests.composed import Composed
 from tests.cuda.schedules import Accelerator
 from tests.cuda.twins import CHUNK, WIDTH, batch, mlp, twins
 
 
-class Cast(nn.Module):
+def cast(model: Any, x: Tensor) -> Tensor:
     """Computes in bf16 under autocast of its device, named by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
-            x = self.layers(x)
-        return x.float()
+    with torch.autocast("cuda", torch.bfloat16):
+        x = model.layers(x)
+    return x.float()
 
 
-class Positions(nn.Module):
+def with_positions(model: Any, x: Tensor) -> Tensor:
     """Makes tensors on its device, and has a buffer there."""
-
-    scale: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-        self.register_buffer("scale", torch.ones(1), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        positions = torch.arange(len(x), device="cuda") + torch.zeros((), device=x.device, dtype=torch.long)
-        mask = torch.ones(len(x), 1).cuda()
-        if positions.max() >= len(x) or not self.scale.item():
-            raise AssertionError("what follows from numbers is known")
-        return self.layers(x * mask + positions.unsqueeze(1).float() * self.scale)
+    positions = torch.arange(len(x), device="cuda") + torch.zeros((), device=x.device, dtype=torch.long)
+    mask = torch.ones(len(x), 1).cuda()
+    if positions.max() >= len(x) or not model.scale.item():
+        raise AssertionError("what follows from numbers is known")
+    return model.layers(x * mask + positions.unsqueeze(1).float() * model.scale)
 
 
-class Branches(nn.Module):
+def branching(model: Any, x: Tensor) -> Tensor:
     """Goes another way on a device, as models with kernels of their own do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.others = mlp(), mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        is_here = x.is_cuda and x.device.type == "cuda" and next(self.parameters()).is_cuda
-        return self.layers(x) if is_here else self.others(x)
+    is_here = x.is_cuda and x.device.type == "cuda" and next(model.parameters()).is_cuda
+    return model.layers(x) if is_here else model.others(x)
 
 
-class Recomputed(nn.Module):
+def recomputed(model: Any, x: Tensor) -> Tensor:
     """Keeps states of generators, the device's too, for what is computed again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return x
+    for layer in model.layers:
+        x = checkpoint(layer, x, use_reentrant=False)
+    return x
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "autocast": Cast,
-    "positions": Positions,
-    "branches": Branches,
-    "checkpointing": Recomputed,
+    "autocast": lambda: Composed(cast, layers=mlp()),
+    "positions": lambda: Composed(with_positions, layers=mlp(), scale=nn.Buffer(torch.ones(1), persistent=False)),
+    "branches": lambda: Composed(branching, layers=mlp(), others=mlp()),
+    "checkpointing": lambda: Composed(recomputed, layers=mlp()),
 }
-
-
-def built(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    return MODELS[name]()
 
 
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
@@ -89,7 +59,7 @@ def built(name: str) -> nn.Module:
 def test_a_forward_that_says_where_it_is_is_planned_from_the_first_step_on(
     name: str, step: str, accelerator: Accelerator
 ) -> None:
-    with twins(lambda: built(name), step=step) as pair:
+    with twins(MODELS[name], step=step) as pair:
         pair.train(3)
         stats = pair.session.stats()
         assert (stats.planned_steps, stats.reason) == (3, "")

@@ -22,6 +22,7 @@ from patrickstar.optim.norm import norm_of
 from patrickstar.optim.passes import Passes
 from patrickstar.testing.inside import manage_inside
 from patrickstar.tracing.live_bytes import LiveBytes
+from tests.composed import Composed
 from tests.cuda.schedules import Accelerator
 from tests.cuda.twins import CHUNK, TIGHT, WIDTH, Hungry, batch, hungry_mlp, mlp, step, twins
 
@@ -37,20 +38,14 @@ def no_garbage() -> Iterator[None]:
     gc.enable()
 
 
-class Masked(nn.Module):
-    """Looks at its inputs' values, as models with masks do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = (x > -100).to(torch.bool)
-        return self.layers(x if mask.all() else x * mask)
-
-
 def test_a_forecast_knows_the_values_of_inputs_on_the_device(accelerator: Accelerator) -> None:
-    with twins(Masked) as pair:
+    """Which models with masks look at."""
+
+    def masked(model: Any, x: Tensor) -> Any:
+        mask = (x > -100).to(torch.bool)
+        return model.layers(x if mask.all() else x * mask)
+
+    with twins(lambda: Composed(masked, layers=mlp())) as pair:
         pair.train(2)
         assert pair.session.stats().planned_steps == 2
         pair.expect_same()
@@ -197,16 +192,10 @@ def test_a_gradient_of_the_users_is_left_to_the_parameter_when_the_session_is_cl
     assert torch.equal(third.grad, wanted)
 
 
-class Wide(nn.Module):
+def wide() -> nn.Module:
     """Sums up wide inputs, which it does not keep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.sum(0))
+    torch.manual_seed(0)
+    return Composed(lambda model, x: model.layer(x.sum(0)), layer=nn.Linear(WIDTH, WIDTH))
 
 
 def test_copies_of_inputs_in_the_type_that_computes_are_foreseen(
@@ -214,7 +203,7 @@ def test_copies_of_inputs_in_the_type_that_computes_are_foreseen(
 ) -> None:
     """They are the session's, and gone with the forward."""
     with (
-        twins(Wide, device_memory=8 * MIB, precision="bf16") as pair,
+        twins(wide, device_memory=8 * MIB, precision="bf16") as pair,
         caplog.at_level(logging.INFO, logger="patrickstar"),
     ):
         inputs = torch.randn(16, 1000, WIDTH, generator=torch.Generator().manual_seed(0)).cuda()
@@ -229,7 +218,7 @@ def test_copies_of_inputs_in_the_type_that_computes_are_foreseen(
         assert copy_bytes < pair.session.stats().peak["device"] <= 8 * MIB
         assert not [record for record in caplog.records if "than its plan left them" in record.message]
     with (
-        twins(Wide, device_memory=copy_bytes, precision="bf16") as pair,
+        twins(wide, device_memory=copy_bytes, precision="bf16") as pair,
         pytest.raises(BudgetError, match="forward layer.weight"),
     ):
         pair.model(inputs)

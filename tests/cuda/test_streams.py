@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from patrickstar import Options
 from patrickstar.core.machine import Tier
 from patrickstar.errors import DeviceError
 from patrickstar.plan.update_choice import UpdateChoice
+from tests.composed import Composed
 from tests.cuda.schedules import FEW_SCHEDULES, Accelerator, under
 from tests.cuda.twins import CHUNK, TIGHT, WIDTH, batch, mlp, step, twins
 
@@ -59,35 +62,24 @@ def test_a_forward_on_a_stream_of_the_users_waits_and_is_waited_for(accelerator:
         pair.expect_same()
 
 
-class OnTwoStreams(nn.Module):
-    """Its layers run on two streams in turn, and each weight on both."""
+def on_streams(side: Callable[[], Any] = torch.cuda.Stream) -> nn.Module:
+    """Its layers run on this stream and the current one in turn, and each weight on both."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
-        self.side = self.stream_beside()
-
-    def stream_beside(self) -> torch.Stream:
-        return torch.cuda.Stream()
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(model: Any, x: Tensor) -> Tensor:
         main = torch.cuda.current_stream()
-        for layer in self.layers:
-            self.side.wait_stream(main)
-            with torch.cuda.stream(self.side):
+        for layer in model.layers:
+            model.side.wait_stream(main)
+            with torch.cuda.stream(model.side):
                 beside = layer(x).tanh()
-            x.record_stream(self.side)
+            x.record_stream(model.side)
             here = layer(x).tanh()
-            main.wait_stream(self.side)
+            main.wait_stream(model.side)
             beside.record_stream(main)
             x = here + beside
         return x
 
-
-class OnOneStream(OnTwoStreams):
-    def stream_beside(self) -> torch.Stream:
-        return torch.cuda.current_stream()
+    torch.manual_seed(0)
+    return Composed(run, layers=nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5)), side=side())
 
 
 PRECISIONS = [
@@ -106,8 +98,8 @@ PRECISIONS = [
 def test_weights_that_two_streams_use_have_the_same_bits_in_all_precisions(
     precision: dict[str, Any], accelerator: Accelerator
 ) -> None:
-    def train() -> dict[str, Tensor]:
-        with twins(model, device_memory=2 * TIGHT, **precision) as pair:
+    def train(side: Callable[[], Any]) -> dict[str, Tensor]:
+        with twins(partial(on_streams, side), device_memory=2 * TIGHT, **precision) as pair:
             session = pair.session
             for number in range(3):
                 with torch.no_grad():
@@ -115,10 +107,8 @@ def test_weights_that_two_streams_use_have_the_same_bits_in_all_precisions(
                 step(pair.model, session, batch(number))
             return {name: value.cpu() for name, value in session.state_dict().items()}
 
-    model = OnTwoStreams
-    beside = train()
-    model = OnOneStream
-    for name, value in train().items():
+    beside = train(torch.cuda.Stream)
+    for name, value in train(torch.cuda.current_stream).items():
         assert torch.equal(value, beside[name]), name
 
 
@@ -140,7 +130,7 @@ def test_a_view_of_a_weight_from_another_stream_is_ready(precision: dict[str, An
 
 
 def test_a_weight_that_two_streams_use_is_ready_on_both(accelerator: Accelerator) -> None:
-    with twins(OnTwoStreams) as pair:
+    with twins(on_streams) as pair:
         with torch.no_grad():
             for number in range(3):
                 assert torch.equal(pair.model(batch(number)), pair.plain(batch(number)))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from patrickstar.errors import StateError
+from tests.composed import Composed
 from tests.parameters.toy import ToyOwner, compare
 
 X = torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
@@ -53,17 +54,11 @@ def test_a_missed_use_cannot_read_the_placeholder():
 
 
 def test_functional_use_of_another_modules_weight():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+    def run(m, x):
+        return torch.nn.functional.linear(m.a(x), m.b.weight * 2, m.a.bias).sum() + m.b.bias.pow(2).sum()
 
-        def forward(self, x):
-            return (
-                torch.nn.functional.linear(self.a(x), self.b.weight * 2, self.a.bias).sum() + self.b.bias.pow(2).sum()
-            )
-
-    compare(Model, lambda model: model(X), slots=1, chunk_numel=2048, moves=False)
+    build = lambda: Composed(run, a=nn.Linear(32, 32), b=nn.Linear(32, 32))
+    compare(build, lambda model: model(X), slots=1, chunk_numel=2048, moves=False)
 
 
 def test_gradients_by_autograd_grad_of_parameters():

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from patrickstar.torch_private import top_saved_tensors_hooks
+from tests.composed import Composed
 from tests.parameters.toy import NoSlot, ToyOwner, compare
 
 X = torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
@@ -121,55 +122,41 @@ def test_an_activation_changed_between_forward_and_backward_raises_as_in_pytorch
         y.backward()
 
 
+def three_linears():
+    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+
+
 def test_a_view_that_outlives_its_moment_keeps_its_slot():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.query = nn.Parameter(torch.randn(1, 1024))
-            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+    def run(model, x):
+        query = model.query.expand(2, 1024)[:, :32]
+        return (model.layers(x) * query).sum()
 
-        def forward(self, x):
-            query = self.query.expand(2, 1024)[:, :32]
-            for layer in self.layers:
-                x = layer(x)
-            return (x * query).sum()
-
-    compare(Model, lambda model: model(X), slots=2, chunk_numel=2048)
+    build = lambda: Composed(run, query=nn.Parameter(torch.randn(1, 1024)), layers=three_linears())
+    compare(build, lambda model: model(X), slots=2, chunk_numel=2048)
     with pytest.raises(NoSlot):
-        compare(Model, lambda model: model(X), slots=1, chunk_numel=2048)
+        compare(build, lambda model: model(X), slots=1, chunk_numel=2048)
 
 
 @pytest.mark.parametrize("for_its_input", [False, True])
 def test_a_view_is_packed_when_an_operation_saves_it(for_its_input):
     """Held by the graph, the view would keep its slot until backward: with one slot, nothing else could be used."""
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.experts = nn.Parameter(torch.randn(4, 16, 32))
-            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+    def run(model, x):
+        y = torch.nn.functional.linear(x, model.experts[2])
+        return model.layers(x).sum() * y.sum()
 
-        def forward(self, x):
-            y = torch.nn.functional.linear(x, self.experts[2])
-            for layer in self.layers:
-                x = layer(x)
-            return x.sum() * y.sum()
-
-    compare(Model, lambda model: model(X.clone().requires_grad_(for_its_input)), slots=1, chunk_numel=2048)
+    build = lambda: Composed(run, experts=nn.Parameter(torch.randn(4, 16, 32)), layers=three_linears())
+    compare(build, lambda model: model(X.clone().requires_grad_(for_its_input)), slots=1, chunk_numel=2048)
 
 
 def test_accumulators_that_fire_several_times_in_one_backward():
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.other = nn.Linear(32, 32), nn.Linear(32, 32)
+    def run(model, x):
+        for _ in range(3):
+            x = checkpoint(lambda x: torch.tanh(model.other(model.layer(x))), x, use_reentrant=True)
+        return x.sum()
 
-        def forward(self, x):
-            for _ in range(3):
-                x = checkpoint(lambda x: torch.tanh(self.other(self.layer(x))), x, use_reentrant=True)
-            return x.sum()
-
-    owner = compare(Shared, lambda model: model(X.clone().requires_grad_()), slots=1, chunk_numel=2048, steps=1)
+    build = lambda: Composed(run, layer=nn.Linear(32, 32), other=nn.Linear(32, 32))
+    owner = compare(build, lambda model: model(X.clone().requires_grad_()), slots=1, chunk_numel=2048, steps=1)
     assert owner.firings["layer.weight"] == 3
 
 
@@ -209,23 +196,15 @@ def test_nor_does_one_of_blocks_that_are_computed_again():
 
 
 def test_convolutions_hold_none_either():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = torch.tanh(layer(x))
-            return x.square().mean()
+    def build():
+        return nn.Sequential(*(part for _ in range(4) for part in (nn.Conv2d(8, 8, 3, padding=1), nn.Tanh())))
 
     image = torch.randn(2, 8, 6, 6, generator=torch.Generator().manual_seed(2))
-    compare(
-        Model,
-        lambda model: slope_of(model, image.clone().requires_grad_()).square().sum() * 1e3,
-        slots=1,
-        chunk_numel=640,
-    )
+
+    def steep(model):
+        return slope_of(lambda x: model(x).square().mean(), image.clone().requires_grad_()).square().sum() * 1e3
+
+    compare(build, steep, slots=1, chunk_numel=640)
 
 
 def test_hooks_of_the_users_around_a_backward_are_called_for_weights_too():
@@ -243,7 +222,7 @@ def test_hooks_of_the_users_around_a_backward_are_called_for_weights_too():
     assert everything == saved_in_backward(model)
 
 
-def test_a_backward_leaves_no_hook_behind():
+def test_a_backward_leaves_no_hook_behind_whether_it_fails_or_not():
     model = Tower()
     ToyOwner(model, slots=1, chunk_numel=2048)
     x = X.clone().requires_grad_()
@@ -253,12 +232,6 @@ def test_a_backward_leaves_no_hook_behind():
     torch.autograd.grad(value, x, create_graph=True)
     assert hooks == [None]
     assert top_saved_tensors_hooks() is None
-
-
-def test_nor_does_one_that_fails():
-    model = Tower()
-    ToyOwner(model, slots=1, chunk_numel=2048)
-    x = X.clone().requires_grad_()
     value = model(x)
     value.grad_fn.next_functions[0][0].register_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -298,19 +271,15 @@ product.register_autograd(product_backward, setup_context=lambda ctx, inputs, ou
 
 
 def test_a_backward_in_python_finds_the_hooks_that_it_has_pushed():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weights = nn.ParameterList(nn.Parameter(torch.randn(32, 32) / 6) for _ in range(3))
+    def run(model, x):
+        for weight in model.weights:
+            x = torch.tanh(product(x, weight))
+        return x.square().mean()
 
-        def forward(self, x):
-            for weight in self.weights:
-                x = torch.tanh(product(x, weight))
-            return x.square().mean()
-
-    compare(Model, penalty, slots=3, chunk_numel=1024, moves=False)
+    build = lambda: Composed(run, weights=nn.ParameterList(torch.randn(32, 32) / 6 for _ in range(3)))
+    compare(build, penalty, slots=3, chunk_numel=1024, moves=False)
     with pytest.raises(NoSlot):  # it holds weights
-        compare(Model, penalty, slots=2, chunk_numel=1024)
+        compare(build, penalty, slots=2, chunk_numel=1024)
 
 
 def test_an_exception_in_the_forward_leaves_no_lease():

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from tests.composed import Composed
+
 WIDTH = 32
 VOCABULARY = 128
 
@@ -126,18 +128,14 @@ class Strided(nn.Module):
         return F.linear(torch.tanh(self.lift(self.net(images))), self.weight)
 
 
-class Recurrent(nn.Module):
+def recurrent() -> nn.Module:
     """A bidirectional LSTM, which hands its weights to one kernel as a flat list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 16)
-        self.lstm = nn.LSTM(16, WIDTH, num_layers=2, bidirectional=True, batch_first=True, dropout=0.1)
-        self.head = nn.Linear(2 * WIDTH, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden, _ = self.lstm(self.embedding(tokens))
-        return self.head(hidden)
+    return Composed(
+        lambda model, tokens: model.head(model.lstm(model.embedding(tokens))[0]),
+        embedding=nn.Embedding(VOCABULARY, 16),
+        lstm=nn.LSTM(16, WIDTH, num_layers=2, bidirectional=True, batch_first=True, dropout=0.1),
+        head=nn.Linear(2 * WIDTH, VOCABULARY),
+    )
 
 
 class Encoder(Checkpointed):
@@ -262,20 +260,14 @@ class Tied(Checkpointed):
         return self.head(x)
 
 
-class LongEmbedding(nn.Module):
+def long_embedding() -> nn.Module:
     """An embedding of 96,000 elements: dozens of chunks in one run, and more than one block of the global norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(2000, 48)
-        self.mixers = nn.ModuleList(Feedforward(48, 64) for _ in range(2))
-        self.head = nn.Linear(48, 8)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for mixer in self.mixers:
-            x = mixer(x)
-        return self.head(x)
+    return Composed(
+        lambda model, tokens: model.head(model.mixers(model.embedding(tokens))),
+        embedding=nn.Embedding(2000, 48),
+        mixers=nn.Sequential(*(Feedforward(48, 64) for _ in range(2))),
+        head=nn.Linear(48, 8),
+    )
 
 
 class Scalars(nn.Module):
@@ -296,20 +288,11 @@ class Scalars(nn.Module):
         return x * self.last
 
 
-class Branches(nn.Module):
+def branches() -> nn.Module:
     """The batch decides which branch runs: a parameter has gradients in some steps only, and step counts differ."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Feedforward(48, 64)
-        self.left = Feedforward(48, 64)
-        self.right = Feedforward(48, 64)
-        self.head = nn.Linear(48, 48)
-
-    def forward(self, x: Tensor, flag: bool) -> Tensor:
-        x = self.inner(x)
-        x = self.left(x) if flag else self.right(x)
-        return self.head(x)
+    parts = {name: Feedforward(48, 64) for name in ("inner", "left", "right")}
+    run = lambda model, x, flag: model.head((model.left if flag else model.right)(model.inner(x)))
+    return Composed(run, **parts, head=nn.Linear(48, 48))
 
 
 class Adapted(Checkpointed):
@@ -335,16 +318,13 @@ class Adapted(Checkpointed):
         return self.head(torch.tanh(self.loose(x)))
 
 
-class Thawed(nn.Module):
+def thawed() -> nn.Module:
     """Starts with its first layers frozen; the training loop lets them go later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 48)).requires_grad_(False)
-        self.trained = nn.Sequential(Feedforward(48, 64), nn.Linear(48, 48))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.trained(torch.tanh(self.frozen(x)))
+    return Composed(
+        lambda model, x: model.trained(torch.tanh(model.frozen(x))),
+        frozen=nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 48)).requires_grad_(False),
+        trained=nn.Sequential(Feedforward(48, 64), nn.Linear(48, 48)),
+    )
 
 
 class Tower(Checkpointed):
@@ -372,18 +352,15 @@ class Tower(Checkpointed):
             return self.blocks(x)
 
 
-class Penalised(nn.Module):
+def penalised() -> nn.Module:
     """A loss with a gradient in it: its backward goes through the same weights twice."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(6))
-        self.head = nn.Linear(48, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+    def run(model: Any, x: Tensor) -> Any:
+        for layer in model.layers:
             x = torch.tanh(layer(x))
-        return self.head(x)
+        return model.head(x)
+
+    return Composed(run, layers=nn.ModuleList(nn.Linear(48, 48) for _ in range(6)), head=nn.Linear(48, 1))
 
 
 class Autocast(Checkpointed):

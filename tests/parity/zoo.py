@@ -279,7 +279,7 @@ CASES: dict[str, Case] = {
         Case("albert", ALBERT, masked_batch, language_loss),
         Case("one-block", modules.OneBlock, token_batch, token_loss, ALL, algorithm="Adam"),
         Case("conv", modules.ConvNet, image_batch, class_loss, ALL),
-        Case("lstm", plain(modules.Recurrent), token_batch, token_loss, groups=one_group, max_norm=0.16),
+        Case("lstm", plain(modules.recurrent), token_batch, token_loss, groups=one_group, max_norm=0.16),
         Case("encoder", modules.Encoder, token_batch, token_loss, ALL, look=token_logits, max_norm=0.905),
         Case("held", modules.Held, vectors(WIDTH), square_loss, ("none", "non-reentrant")),
         Case(
@@ -298,9 +298,9 @@ CASES: dict[str, Case] = {
         ),
         Case("function", modules.CustomFunction, vectors(64), square_loss, ("none", "non-reentrant"), max_norm=0.12),
         Case("tied", modules.Tied, token_batch, token_loss, ALL),
-        Case("long-embedding", plain(modules.LongEmbedding), long_batch, long_loss, max_norm=0.65),
+        Case("long-embedding", plain(modules.long_embedding), long_batch, long_loss, max_norm=0.65),
         Case("scalars", plain(modules.Scalars), vectors(48), square_loss, algorithm="Adam"),
-        Case("branches", plain(modules.Branches), flagged_vectors, square_loss, max_norm=0.28),
+        Case("branches", plain(modules.branches), flagged_vectors, square_loss, max_norm=0.28),
         Case(
             "adapted",
             modules.Adapted,
@@ -311,13 +311,13 @@ CASES: dict[str, Case] = {
             zero="model",
             max_norm=0.19,
         ),
-        Case("thawed", plain(modules.Thawed), vectors(48), square_loss, before_step=thaw, max_norm=0.08),
+        Case("thawed", plain(modules.thawed), vectors(48), square_loss, before_step=thaw, max_norm=0.08),
         Case("tower", modules.Tower, leaf_vectors, square_loss, ALL, max_norm=0.055),
         Case(
             "save-on-cpu", lambda kind: modules.Tower(kind, on_cpu=True), leaf_vectors, square_loss, ALL, max_norm=0.034
         ),
         Case("strided", plain(modules.Strided), image_batch, class_loss, max_norm=0.75),
-        Case("penalised", plain(modules.Penalised), vectors(48), penalised_loss, max_norm=0.05),
+        Case("penalised", plain(modules.penalised), vectors(48), penalised_loss, max_norm=0.05),
         Case("autocast", modules.Autocast, vectors(48), square_loss, ("none", "non-reentrant"), max_norm=0.58),
     )
 }

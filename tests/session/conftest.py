@@ -45,6 +45,19 @@ def make_pair() -> Iterator[Callable[..., Pair]]:
 
 
 @pytest.fixture
+def pair(make_pair: Callable[..., Pair]) -> Pair:
+    """A `mlp()` on a device on which it has to move, and its plain twin."""
+    return make_pair()
+
+
+@pytest.fixture
+def trained(pair: Pair) -> Pair:
+    """The same after a step."""
+    pair.train(1)
+    return pair
+
+
+@pytest.fixture
 def make_script() -> Iterator[Callable[..., Script]]:
     """Makes scripts whose sessions are closed when the test is over, whatever has become of them."""
     scripts: list[Script] = []
@@ -68,6 +81,17 @@ def machine(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
 def on_disk(tmp_path: Path) -> dict[str, Any]:
     """The machine with a disk tier, on which what a test itself makes is no matter of a bounded arena."""
     return MACHINES["cpu+disk"](tmp_path / "disk")
+
+
+@pytest.fixture
+def moving(make_pair: Callable[..., Pair], machine: dict[str, Any]) -> Pair:
+    """A pair on each kind of machine."""
+    return make_pair(**machine)
+
+
+@pytest.fixture
+def disk_pair(make_pair: Callable[..., Pair], on_disk: dict[str, Any]) -> Pair:
+    return make_pair(**on_disk)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.parity.compare import same_bits
 from tests.session.builders import (
     EMULATED,
     ROOMY,
-    MakePair,
+    Pair,
     adamw,
     backward,
     batch,
@@ -29,7 +29,6 @@ from tests.session.builders import (
     store_of,
     tiny_gpt2,
     train,
-    train_step,
     values,
 )
 
@@ -51,42 +50,34 @@ REPLACED: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("change", REPLACED)
-def test_parameters_that_are_replaced_are_found_by_the_next_forward(make_pair: MakePair, change: str) -> None:
-    pair = make_pair()
-    pair.train(1)
+def test_parameters_that_are_replaced_are_found_by_the_next_forward(trained: Pair, change: str) -> None:
     with pytest.raises(StateError, match=r"manage it again|session\.close|[Cc]lose the session"):
-        REPLACED[change](pair.model)
-        pair.model(batch())
+        REPLACED[change](trained.model)
+        trained.model(batch())
 
 
-def test_a_checkpoint_of_what_is_no_longer_the_models_is_refused(make_pair: MakePair, tmp_path: Any) -> None:
+def test_a_checkpoint_of_what_is_no_longer_the_models_is_refused(trained: Pair, tmp_path: Any) -> None:
     """What the model shows is not what the session keeps: to save one as the other would be wrong."""
-    pair = make_pair()
-    pair.train(1)
-    replace_one(pair.model)
+    replace_one(trained.model)
     with pytest.raises(StateError, match="replaced"):
-        pair.session.save_checkpoint(tmp_path)
+        trained.session.save_checkpoint(tmp_path)
 
 
-def test_a_replaced_parameter_that_is_put_back_is_as_before(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.train(1)
-    original = pair.model[0].weight
-    replace_one(pair.model)
+def test_a_replaced_parameter_that_is_put_back_is_as_before(trained: Pair) -> None:
+    original = trained.model[0].weight
+    replace_one(trained.model)
     with pytest.raises(StateError, match=r"0\.weight"):
-        pair.model(batch())
-    pair.model[0].weight = original
-    pair.train_same(2, first=1)
+        trained.model(batch())
+    trained.model[0].weight = original
+    trained.train_same(2, first=1)
 
 
-def test_closing_after_a_replacement_gives_the_others_back(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.train(1)
-    replace_one(pair.model)
-    pair.session.close()
-    assert is_ordinary(pair.model)
-    want = values(pair.plain) | {"0.weight": torch.ones(32, 32)}
-    expect_bits(want, values(pair.model))
+def test_closing_after_a_replacement_gives_the_others_back(trained: Pair) -> None:
+    replace_one(trained.model)
+    trained.session.close()
+    assert is_ordinary(trained.model)
+    want = values(trained.plain) | {"0.weight": torch.ones(32, 32)}
+    expect_bits(want, values(trained.model))
 
 
 def assigning(value: torch.Tensor) -> Callable[[nn.Module], None]:
@@ -111,13 +102,11 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 
 @pytest.mark.parametrize(("change", "says"), REFUSED.values(), ids=REFUSED)
 def test_what_a_session_cannot_keep_is_refused_and_all_is_as_before(
-    make_pair: MakePair, change: Callable[[nn.Module], Any], says: str
+    trained: Pair, change: Callable[[nn.Module], Any], says: str
 ) -> None:
-    pair = make_pair()
-    pair.train(1)
     with pytest.raises((StateError, RuntimeError), match=says):
-        change(pair.model)
-    pair.train_same(1, first=1)
+        change(trained.model)
+    trained.train_same(1, first=1)
 
 
 def test_resized_embeddings_of_transformers_are_refused() -> None:
@@ -149,14 +138,12 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_after_close_is_a_state_error(make_pair: MakePair, call: str, tmp_path: Any) -> None:
-    pair = make_pair()
-    pair.train(1)
-    pair.session.close()
-    before = values(pair.model)
+def test_a_call_after_close_is_a_state_error(trained: Pair, call: str, tmp_path: Any) -> None:
+    trained.session.close()
+    before = values(trained.model)
     with pytest.raises(StateError, match="closed"):
-        CALLS[call](pair.session, tmp_path / "checkpoint")
-    expect_bits(before, values(pair.model))
+        CALLS[call](trained.session, tmp_path / "checkpoint")
+    expect_bits(before, values(trained.model))
 
 
 KEPT: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -169,32 +156,27 @@ KEPT: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize(("keep", "use"), KEPT.values(), ids=KEPT)
-def test_what_outlives_the_session_is_a_state_error_when_it_is_used(make_pair: MakePair, keep: Any, use: Any) -> None:
-    pair = make_pair()
-    pair.train(1)
-    backward(pair.model)
-    kept = keep(pair)
-    pair.session.close()
+def test_what_outlives_the_session_is_a_state_error_when_it_is_used(trained: Pair, keep: Any, use: Any) -> None:
+    backward(trained.model)
+    kept = keep(trained)
+    trained.session.close()
     with pytest.raises(StateError, match="closed"):
         use(kept)
 
 
-def test_closing_twice_does_nothing(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.train(1)
-    pair.session.close()
+def test_closing_twice_does_nothing(trained: Pair) -> None:
+    trained.session.close()
     with torch.no_grad():
-        pair.model[0].weight.zero_()
-    pair.session.close()
-    assert not pair.model[0].weight.any()
+        trained.model[0].weight.zero_()
+    trained.session.close()
+    assert not trained.model[0].weight.any()
 
 
 # close
 
 
 @pytest.mark.parametrize("pending", ["nothing", "step", "gradients"])
-def test_close_gives_back_ordinary_parameters_with_the_current_weights(make_pair: MakePair, pending: str) -> None:
-    pair = make_pair()
+def test_close_gives_back_ordinary_parameters_with_the_current_weights(pair: Pair, pending: str) -> None:
     pair.train(2)
     identities = [id(p) for p in pair.model.parameters()]
     if pending != "nothing":
@@ -214,26 +196,24 @@ def test_close_gives_back_ordinary_parameters_with_the_current_weights(make_pair
     assert all(not p._post_accumulate_grad_hooks for p in pair.model.parameters())
 
 
-def test_after_close_the_model_is_managed_again(make_pair: MakePair) -> None:
-    pair = make_pair()
+def test_after_close_the_model_is_managed_again(pair: Pair) -> None:
     pair.train(2)
     pair.session.close()
     oracle = adamw(pair.plain)
     with managed(pair.model, **EMULATED) as session:
-        for number in range(2):
-            assert same_bits(train_step(pair.plain, oracle, number), train_step(pair.model, session.optimizer, number))
+        assert same_bits(train(pair.plain, oracle, 2), train(pair.model, session.optimizer, 2))
 
 
-def test_aliases_that_outlive_the_session_go_on_as_in_pytorch(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.train(1)
-    alias, view = pair.model[0].weight.detach(), pair.model[2].weight.detach().numpy()
-    pair.session.close()
-    assert same_bits(alias, pair.plain[0].weight.detach())
-    assert (view == pair.plain[2].weight.detach().numpy()).all(), "it keeps its memory, of which the model has a copy"
+def test_aliases_that_outlive_the_session_go_on_as_in_pytorch(trained: Pair) -> None:
+    alias, view = trained.model[0].weight.detach(), trained.model[2].weight.detach().numpy()
+    trained.session.close()
+    assert same_bits(alias, trained.plain[0].weight.detach())
+    assert (view == trained.plain[2].weight.detach().numpy()).all(), (
+        "it keeps its memory, of which the model has a copy"
+    )
     with torch.no_grad():
-        pair.model[0].weight.add_(1)
-    assert same_bits(alias, pair.model[0].weight.detach())
+        trained.model[0].weight.add_(1)
+    assert same_bits(alias, trained.model[0].weight.detach())
 
 
 @pytest.mark.sampled
@@ -293,12 +273,10 @@ def test_weights_that_do_not_fit_become_meta_with_one_warning_that_names_what_ke
     expect_bits(want, values(other))
 
 
-def test_weights_that_nobody_wants_are_not_given_back(make_pair: MakePair, caplog: pytest.LogCaptureFixture) -> None:
-    pair = make_pair()
-    pair.train(1)
-    pair.session.close(keep_weights=False)
-    assert is_ordinary(pair.model)
-    assert all(parameter.is_meta for parameter in pair.model.parameters())
+def test_weights_that_nobody_wants_are_not_given_back(trained: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    trained.session.close(keep_weights=False)
+    assert is_ordinary(trained.model)
+    assert all(parameter.is_meta for parameter in trained.model.parameters())
     assert not caplog.records
     with pytest.raises(StateError, match="closed"):
-        pair.session.stats()
+        trained.session.stats()

@@ -101,14 +101,13 @@ CHANGES = {
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_loop_over_gradients_has_torchs_bits(make_pair: MakePair, machine: dict[str, Any], change: str) -> None:
-    pair = make_pair(**machine)
+def test_a_loop_over_gradients_has_torchs_bits(moving: Pair, change: str) -> None:
     for number in range(2):
-        pair.each(backward, number)
-        pair.same(CHANGES[change])
-        pair.expect_same_gradients()
-        pair.step()
-    pair.expect_same()
+        moving.each(backward, number)
+        moving.same(CHANGES[change])
+        moving.expect_same_gradients()
+        moving.step()
+    moving.expect_same()
 
 
 @pytest.mark.parametrize("change", ["clip", "norms", "foreach", "GradScaler", "zeroed"])
@@ -154,21 +153,19 @@ def test_a_channels_last_filters_gradient_has_its_strides(make_pair: MakePair, o
 # what reading gives
 
 
-def test_a_list_of_all_gradients_holds_no_bytes(make_pair: MakePair, machine: dict[str, Any]) -> None:
-    pair = make_pair(**machine)
-    pair.each(backward)
-    held = gradients(pair.model)
-    assert pair.session._parts.binding.taken_bytes() == 0
+def test_a_list_of_all_gradients_holds_no_bytes(moving: Pair) -> None:
+    moving.each(backward)
+    held = gradients(moving.model)
+    assert moving.session._parts.binding.taken_bytes() == 0
     assert all(isinstance(gradient, Tensor) for gradient in held)
-    for want, got in zip(pair.plain.parameters(), held, strict=True):
+    for want, got in zip(moving.plain.parameters(), held, strict=True):
         assert same_bits(want.grad, got.clone())
-    pair.step()
-    pair.train_same(1, first=1)
-    assert pair.session.stats().planned_steps == 2, pair.session.stats().reason
+    moving.step()
+    moving.train_same(1, first=1)
+    assert moving.session.stats().planned_steps == 2, moving.session.stats().reason
 
 
-def test_what_is_no_use_moves_nothing(make_pair: MakePair) -> None:
-    pair = make_pair()
+def test_what_is_no_use_moves_nothing(pair: Pair) -> None:
     pair.each(backward)
     before = dict(pair.session.stats().moved)
     for p in pair.model.parameters():
@@ -268,10 +265,7 @@ def on_another_thread(model: nn.Module, _: Any) -> Tensor:
     [outlived, assigned, saved, changed_after_it_was_saved, inferred, mixed, on_another_thread],
     ids=lambda act: act.__name__,
 )
-def test_what_is_done_with_gradients_gives_what_it_gives_in_pytorch(
-    make_pair: MakePair, act: Callable[..., Any]
-) -> None:
-    pair = make_pair()
+def test_what_is_done_with_gradients_gives_what_it_gives_in_pytorch(pair: Pair, act: Callable[..., Any]) -> None:
     pair.each(backward)
     pair.same(act)
     pair.expect_same_gradients()
@@ -279,8 +273,7 @@ def test_what_is_done_with_gradients_gives_what_it_gives_in_pytorch(
     pair.train_same(2, first=2)
 
 
-def test_copies_are_ordinary_tensors(make_pair: MakePair) -> None:
-    pair = make_pair()
+def test_copies_are_ordinary_tensors(pair: Pair) -> None:
     pair.each(backward)
     want, gradient = pair.plain[0].weight.grad, pair.model[0].weight.grad
     file = io.BytesIO()
@@ -296,8 +289,7 @@ def test_copies_are_ordinary_tensors(make_pair: MakePair) -> None:
     assert repr(want) == repr(gradient)
 
 
-def test_the_sessions_clipping_shows_in_gradients(make_pair: MakePair) -> None:
-    pair = make_pair()
+def test_the_sessions_clipping_shows_in_gradients(pair: Pair) -> None:
     pair.each(backward)
     view = pair.model[0].weight.grad.view(-1)
     pair.session.clip_grad_norm_(1e-3)
@@ -322,8 +314,7 @@ def test_the_sessions_clipping_shows_in_gradients(make_pair: MakePair) -> None:
     ],
     ids=["zero_grad", "model", "None", "another"],
 )
-def test_a_gradient_that_was_let_go_is_refused_by_name(make_pair: MakePair, let_go: Callable[[Pair], None]) -> None:
-    pair = make_pair()
+def test_a_gradient_that_was_let_go_is_refused_by_name(pair: Pair, let_go: Callable[[Pair], None]) -> None:
     backward(pair.model)
     held, detached = pair.model[0].weight.grad, pair.model[0].weight.grad.detach()
     let_go(pair)
@@ -358,9 +349,8 @@ IMPOSSIBLE: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize(("act", "says"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
 def test_memory_that_outlives_the_use_or_lies_elsewhere_is_refused_by_name(
-    make_pair: MakePair, act: Callable[[nn.Module], Any], says: str
+    pair: Pair, act: Callable[[nn.Module], Any], says: str
 ) -> None:
-    pair = make_pair()
     pair.each(backward)
     with pytest.raises(StateError, match=says):
         act(pair.model)
@@ -378,8 +368,7 @@ def test_a_foreach_operation_over_two_sessions_gradients(make_pair: MakePair) ->
         pair.expect_same_gradients()
 
 
-def test_lists_of_other_lengths_are_refused_by_torch_before_anything_changes(make_pair: MakePair) -> None:
-    pair = make_pair()
+def test_lists_of_other_lengths_are_refused_by_torch_before_anything_changes(pair: Pair) -> None:
     pair.each(backward)
     with pytest.raises(RuntimeError, match="same number of elements"):
         torch._foreach_add_(gradients(pair.model), gradients(pair.model)[1:])

@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from patrickstar import StateError
+from tests.composed import Composed
 from tests.session.blocks import MOVING, Block, Model, build, train_both
-from tests.session.builders import WIDTH, batch, finish, is_ordinary, managed, options, step_with_loss
+from tests.session.builders import WIDTH, batch, finish, is_ordinary, managed, options, seeded, step_with_loss
 
 pytestmark = pytest.mark.blocks
 
@@ -76,9 +77,7 @@ class Ragged(Block):
 
 
 class Checkpointed(Block):
-    def __init__(self, *, use_reentrant):
-        super().__init__()
-        self.use_reentrant = use_reentrant
+    use_reentrant = False
 
     def inside(self, x):
         return self.down(nn.functional.gelu(self.up(x)))
@@ -87,16 +86,14 @@ class Checkpointed(Block):
         return x + self.scale * checkpoint(self.inside, x, use_reentrant=self.use_reentrant)
 
 
-class Adapted(nn.Module):
+class CheckpointedReentrant(Checkpointed):
+    use_reentrant = True
+
+
+def adapted(base):
     """A frozen linear, with an adapter beside it."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, 2 * WIDTH, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
+    down, up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, 2 * WIDTH, bias=False)
+    return Composed(lambda m, x: m.base(x) + m.up(m.down(x)), base=base.requires_grad_(False), down=down, up=up)
 
 
 class Doubled(nn.Module):
@@ -168,8 +165,8 @@ class ReadsItsGradient(Block):
 BLOCKS = {
     "views as complex": Waves,
     "jagged tensors": Ragged,
-    "checkpointed inside": lambda: Checkpointed(use_reentrant=False),
-    "checkpointed inside, re-entrant": lambda: Checkpointed(use_reentrant=True),
+    "checkpointed inside": Checkpointed,
+    "checkpointed inside, re-entrant": CheckpointedReentrant,
     "a function that keeps its weight": Keeping,
     "changes in place": Clamped,
     "saved on the cpu": Saved,
@@ -180,7 +177,7 @@ BLOCKS = {
     "weight norm": lambda: changed(lambda block: parametrizations.weight_norm(block.up)),
     "the old spectral norm": lambda: changed(lambda block: spectral_norm(block.up)),
     "the old weight norm": lambda: changed(lambda block: weight_norm(block.up)),
-    "an adapter": lambda: changed(lambda block: setattr(block, "up", Adapted(block.up))),
+    "an adapter": lambda: changed(lambda block: setattr(block, "up", adapted(block.up))),
     "pruned": lambda: changed(lambda block: prune.l1_unstructured(block.up, "weight", 0.5)),
 }
 
@@ -294,34 +291,27 @@ def test_operations_are_counted_once():
 
 
 def test_blocks_that_do_not_fit_are_bound_by_what_is_inside_of_them():
-    class Nested(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = nn.Sequential(*(Block() for _ in range(3)))
-
-        def forward(self, x):
-            return self.parts(x)
+    def nested():
+        return Composed(lambda model, x: model.parts(x), parts=nn.Sequential(*(Block() for _ in range(3))))
 
     bindings = []
     for memory in ("120KiB", "60KiB", "40KiB"):
         given = {"device": "emulated", "device_memory": memory, "options": options(chunk_size=1024)}
-        stats = train_both(build(Nested, layers=2), build(Nested, layers=2), **given)
+        stats = train_both(build(nested, layers=2), build(nested, layers=2), **given)
         bindings.append(stats.binding.partition(":")[0])
     assert bindings == [f"{blocks} blocks, the rest by use" for blocks in (4, 8, 14)]
 
 
 def test_what_holds_more_than_fits_is_bound_by_use():
-    class Raw(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(12))
+    def run(model, x):
+        for weight in model.weights:
+            x = torch.tanh(x @ weight)
+        return x
 
-        def forward(self, x):
-            for weight in self.weights:
-                x = torch.tanh(x @ weight)
-            return x
+    def raw():
+        return Composed(run, weights=nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(12)))
 
-    stats = train_both(build(Raw, layers=2), build(Raw, layers=2), device_memory="48KiB")
+    stats = train_both(build(raw, layers=2), build(raw, layers=2), device_memory="48KiB")
     assert stats.binding.startswith("2 blocks, the rest by use: ")  # the first and the last layer
 
 
@@ -408,29 +398,17 @@ def test_what_transforms_or_traces_the_whole_model_is_refused_before_the_first_b
 
 
 def test_an_input_of_another_class_goes_through_blocks(make_pair):
-    class Only(nn.Module):
-        def __init__(self, block, layers=4):
-            super().__init__()
-            self.blocks = nn.ModuleList(block() for _ in range(layers))
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    class Rows(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
-
-        def forward(self, x):
-            return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+    def rows():
+        parts = {"norm": nn.LayerNorm(WIDTH), "up": nn.Linear(WIDTH, 64), "down": nn.Linear(64, WIDTH)}
+        return Composed(lambda m, x: x + m.down(nn.functional.gelu(m.up(m.norm(x)))), **parts)
 
     def step(model, optimizer, lengths):
         rows = torch.nested.nested_tensor([batch(rows=length) for length in lengths], layout=torch.jagged)
         return finish(model(rows).values().square().mean(), optimizer)
 
-    pair = make_pair(lambda: build(Rows, Only), **{**MOVING, "device_memory": "160KiB"})
+    pair = make_pair(
+        seeded(lambda: nn.Sequential(*(rows() for _ in range(4)))), **{**MOVING, "device_memory": "160KiB"}
+    )
     for lengths in [(3, 1), (2, 2), (1, 4)]:
         pair.same(step, lengths)
     assert pair.session.stats().moved["H>D"]

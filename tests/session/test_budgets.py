@@ -245,8 +245,7 @@ def test_a_loss_outside_of_the_model_has_room_or_is_refused_before_the_forward(r
     assert not any("exceeded" in str(refusal) for refusal in refusals), refusals
 
 
-def test_the_budget_is_never_exceeded_on_the_emulated_device(make_pair: Callable[..., Pair]) -> None:
-    pair = make_pair()
+def test_the_budget_is_never_exceeded_on_the_emulated_device(pair: Pair) -> None:
     pair.train(3)
     pair.model.eval()
     with torch.no_grad():
@@ -272,9 +271,7 @@ def test_activations_that_come_and_go_between_two_moves_are_part_of_the_peak() -
 class Swells(Layers):
     """A data-dependent activation: the trial run takes the branch without it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.swell = False
+    swell = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.swell:

@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 
 import patrickstar
 from patrickstar import CheckpointError, ConfigError
+from tests.checkpoint.samples import flip, resize
 from tests.parity.compare import same_bits
 from tests.session.builders import (
     ROOMY,
@@ -29,7 +30,6 @@ from tests.session.builders import (
     mlp,
     options,
     train,
-    train_step,
     transposed,
     values,
 )
@@ -117,8 +117,7 @@ def test_stopping_and_resuming_gives_the_bits_of_not_stopping(
     assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
 
 
-def test_a_step_of_its_own_is_loaded_by_its_directory(make_pair: MakePair, tmp_path: Path) -> None:
-    pair = make_pair()
+def test_a_step_of_its_own_is_loaded_by_its_directory(pair: Pair, tmp_path: Path) -> None:
     paths, kept = [], []
     for number in range(3):
         pair.train(1, first=number)
@@ -131,8 +130,7 @@ def test_a_step_of_its_own_is_loaded_by_its_directory(make_pair: MakePair, tmp_p
     expect_bits(kept[2], everything(pair.session))
 
 
-def test_saving_draws_no_random_number_and_changes_nothing(make_pair: MakePair, tmp_path: Path) -> None:
-    pair = make_pair()
+def test_saving_draws_no_random_number_and_changes_nothing(pair: Pair, tmp_path: Path) -> None:
     for number in range(3):
         pair.train(1, first=number)
         state = torch.get_rng_state(), random.getstate()
@@ -158,20 +156,17 @@ def test_a_checkpoint_before_the_first_step(make_pair: MakePair, tmp_path: Path)
     first.session.save_checkpoint(tmp_path)
     second.train(2)
     second.session.load_checkpoint(tmp_path)
-    for number in range(2):
-        first.each(train_step, number)
-        train_step(second.model, second.optimizer, number)
+    first.train(2)
+    train(second.model, second.optimizer, 2)
     assert_same(first.plain, first.plain_optimizer, second.session)
 
 
-def test_saving_in_the_background_is_not_there_yet(make_pair: MakePair, tmp_path: Path) -> None:
-    pair = make_pair()
+def test_saving_in_the_background_is_not_there_yet(pair: Pair, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="wait"):
         pair.session.save_checkpoint(tmp_path, wait=False)
 
 
-def test_only_the_newest_are_kept_where_that_is_asked_for(make_pair: MakePair, tmp_path: Path) -> None:
-    pair = make_pair()
+def test_only_the_newest_are_kept_where_that_is_asked_for(pair: Pair, tmp_path: Path) -> None:
     for number in range(4):
         pair.train(1, first=number)
         pair.session.save_checkpoint(tmp_path, keep=2)
@@ -197,20 +192,9 @@ def saved(make_pair: MakePair, tmp_path: Path) -> tuple[Pair, Path]:
     return pair, path
 
 
-def resized(path: Path, to: float) -> None:
-    with path.open("r+b") as file:
-        file.truncate(int(path.stat().st_size * to))
-
-
-def flipped(path: Path, at: float) -> None:
-    data = bytearray(path.read_bytes())
-    data[int(len(data) * at)] ^= 0x10
-    path.write_bytes(data)
-
-
 DAMAGE: dict[str, Callable[[Path], object]] = {
-    **{f"a bit at {at}": partial(flipped, at=at) for at in (0.0, 0.02, 0.3, 0.7, 0.999)},
-    **{f"cut to {to}": partial(resized, to=to) for to in (0.0, 0.5, 0.99)},
+    **{f"a bit at {at}": partial(flip, at=at) for at in (0, 20, 200, -200, -1)},
+    **{f"cut to {to}": partial(resize, to=to) for to in (0.0, 0.5, 0.99)},
     "missing": Path.unlink,
 }
 
@@ -281,9 +265,8 @@ def test_a_checkpoint_of_another_model_or_other_groups_is_refused_before_anythin
 
 
 def test_a_checkpoint_without_a_random_state_is_refused_before_anything_has_changed(
-    make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = make_pair()
     pair.train(2)
     with monkeypatch.context() as patch:
         patch.setattr("patrickstar.checkpoint.rng.capture", lambda device=None: {"torch": torch.get_rng_state()})
@@ -295,7 +278,7 @@ def test_a_checkpoint_without_a_random_state_is_refused_before_anything_has_chan
 def test_a_checkpoint_is_loaded_while_one_that_is_damaged_lies_beside_it(saved: tuple[Pair, Path]) -> None:
     pair, path = saved
     newer = pair.session.save_checkpoint(path.parent)
-    resized(max(files_of(newer), key=lambda file: file.stat().st_size), 0.5)
+    resize(max(files_of(newer), key=lambda file: file.stat().st_size), to=0.5)
     with pytest.raises(CheckpointError, match=newer.name):
         pair.session.load_checkpoint(path.parent)
     pair.session.load_checkpoint(path)

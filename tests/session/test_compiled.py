@@ -6,19 +6,14 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import patrickstar
-from tests.session.blocks import MOVING, build
-from tests.session.builders import WIDTH, adamw, batch, managed, step_with_loss
+from tests.session.blocks import MOVING, Block, build
+from tests.session.builders import adamw, batch, managed, step_with_loss
 
 ROOMY = {"device": "emulated", "device_memory": "64MiB"}
 
 
-class Compilable(nn.Module):
-    """A block without numbers of its own, on which a compiler would guard."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.ones(WIDTH))
+class Compilable(Block):
+    """A block whose forward uses no number of its own, on which a compiler would guard."""
 
     def forward(self, x):
         return x + self.scale * self.down(nn.functional.gelu(self.up(x)))

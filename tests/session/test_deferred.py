@@ -83,15 +83,7 @@ def test_weights_alone_can_be_managed_and_the_random_state_is_left_alone(on_disk
 
 
 def test_parameters_in_memory_and_without_can_be_in_one_model(on_disk: dict[str, Any]) -> None:
-    class Both(nn.Module):
-        def __init__(self, trunk: nn.Module) -> None:
-            super().__init__()
-            self.trunk, self.head = trunk, mlp()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.trunk(x))
-
-    plain, model = Both(mlp()), Both(deferred())
+    plain, model = nn.Sequential(mlp(), mlp()), nn.Sequential(deferred(), mlp())
     with managed(model, **on_disk) as session:
         assert same_bits(train(plain, adamw(plain)), train(model, session.optimizer))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.session.builders import SLOT, Layers, MakePair, backward, batch, finish, loss_of, tiny_gpt2, train_step
+from tests.session.builders import SLOT, Layers, MakePair, Pair, backward, batch, finish, loss_of, tiny_gpt2, train_step
 
 
 def skip_the_step(model: nn.Module, optimizer: Any) -> torch.Tensor:
@@ -43,21 +43,18 @@ DEPARTURES: dict[str, Callable[[nn.Module, Any], Any]] = {
 
 
 @pytest.mark.parametrize("departure", DEPARTURES)
-def test_what_is_outside_of_the_trace_is_correct_and_the_next_step_planned(
-    make_pair: MakePair, departure: str, on_disk: dict[str, Any]
-) -> None:
-    pair = make_pair(**on_disk)
-    pair.train(2)
-    assert pair.session.stats().planned_steps == 2
-    pair.same(DEPARTURES[departure])
-    before = pair.session.stats()
-    pair.train_same(2, first=2)
-    after = pair.session.stats()
+def test_what_is_outside_of_the_trace_is_correct_and_the_next_step_planned(departure: str, disk_pair: Pair) -> None:
+    disk_pair.train(2)
+    assert disk_pair.session.stats().planned_steps == 2
+    disk_pair.same(DEPARTURES[departure])
+    before = disk_pair.session.stats()
+    disk_pair.train_same(2, first=2)
+    after = disk_pair.session.stats()
     assert after.planned_steps == before.planned_steps + 2, after.reason
     assert after.reactive_steps == before.reactive_steps
 
 
-def test_an_input_that_another_model_made_can_be_traced(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
+def test_an_input_that_another_model_made_can_be_traced(disk_pair: Pair) -> None:
     """It has a history, which a trial run must not go back to."""
 
     def act(model: nn.Module, optimizer: Any, _: int) -> torch.Tensor:
@@ -65,17 +62,14 @@ def test_an_input_that_another_model_made_can_be_traced(make_pair: MakePair, on_
         finish(model(x.tanh() * 2).square().mean(), optimizer)
         return x.grad.clone()
 
-    pair = make_pair(**on_disk)
-    pair.train_same(2, by=act)
-    assert pair.session.stats().planned_steps == 2, pair.session.stats().reason
+    disk_pair.train_same(2, by=act)
+    assert disk_pair.session.stats().planned_steps == 2, disk_pair.session.stats().reason
 
 
 class Hops(Layers):
     """Calls its layers in an order and number that the caller gives, as no signature can tell."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.order = [0, 1, 2, 3, 4, 5]
+    order: Sequence[int] = range(6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number in self.order:
@@ -196,7 +190,7 @@ def test_sequences_of_other_lengths_each_have_their_plan(make_pair: MakePair) ->
     assert pair.session.stats().planned_steps == 6
 
 
-def test_backward_on_another_thread(make_pair: MakePair) -> None:
+def test_backward_on_another_thread(pair: Pair) -> None:
     """On a GPU autograd has a thread of its own."""
 
     def act(model: nn.Module, optimizer: Any) -> None:
@@ -207,7 +201,6 @@ def test_backward_on_another_thread(make_pair: MakePair) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    pair = make_pair()
     for _ in range(3):
         pair.each(act)
     pair.expect_same()

@@ -23,6 +23,7 @@ from tests.session.builders import (
     SLOT,
     TIGHT,
     MakePair,
+    Pair,
     adamw,
     batch,
     everything,
@@ -187,32 +188,26 @@ def test_a_transfer_that_fails_in_a_step_names_its_place_and_nothing_is_lost(
     pair.train_same(2, first=2)
 
 
-def test_a_state_that_cannot_be_read_can_be_read_again(
-    make_pair: MakePair, faulty: FaultyIO, on_disk: dict[str, Any]
-) -> None:
-    pair = make_pair(**on_disk)
-    pair.train(2)
+def test_a_state_that_cannot_be_read_can_be_read_again(faulty: FaultyIO, disk_pair: Pair) -> None:
+    disk_pair.train(2)
     arm(faulty, "preadv", errno.EIO)
     with pytest.raises(DeviceError):
-        dict(pair.session.state_dict())
+        dict(disk_pair.session.state_dict())
     faulty.faults.clear()
-    pair.expect_same()
-    pair.train_same(1, first=2)
+    disk_pair.expect_same()
+    disk_pair.train_same(1, first=2)
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
-def test_short_and_interrupted_transfers_are_continued(
-    make_pair: MakePair, faulty: FaultyIO, on_disk: dict[str, Any], call: str
-) -> None:
-    pair = make_pair(**on_disk)
-    pair.train(1)
+def test_short_and_interrupted_transfers_are_continued(faulty: FaultyIO, disk_pair: Pair, call: str) -> None:
+    disk_pair.train(1)
     arm(faulty, call, None, times=3, nbytes=4096)
-    pair.train(1, first=1)
+    disk_pair.train(1, first=1)
     assert faulty.hit
     arm(faulty, call, errno.EINTR, times=3)
-    pair.train(1, first=2)
+    disk_pair.train(1, first=2)
     assert faulty.hit
-    pair.expect_same()
+    disk_pair.expect_same()
 
 
 def test_a_disk_that_is_broken_for_good_lets_the_session_be_closed(
@@ -237,13 +232,11 @@ def test_a_disk_that_is_broken_for_good_lets_the_session_be_closed(
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_session_and_the_last_one(
-    make_pair: MakePair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = make_pair()
-    pair.train(1)
-    pair.session.save_checkpoint(tmp_path / "checkpoint", extra={"step": 1})
-    held = everything(pair.session)
-    pair.train(1, first=1)
+    trained.session.save_checkpoint(tmp_path / "checkpoint", extra={"step": 1})
+    held = everything(trained.session)
+    trained.train(1, first=1)
 
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -251,10 +244,10 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_session_and_the_last_one
     with monkeypatch.context() as patched:
         patched.setattr("os.fsync", full)
         with pytest.raises((DeviceError, patrickstar.CheckpointError), match=os.strerror(errno.ENOSPC)):
-            pair.session.save_checkpoint(tmp_path / "checkpoint", extra={"step": 2})
-    pair.train_same(1, first=2)
-    assert pair.session.load_checkpoint(tmp_path / "checkpoint") == {"step": 1}
-    expect_bits(held, everything(pair.session))
+            trained.session.save_checkpoint(tmp_path / "checkpoint", extra={"step": 2})
+    trained.train_same(1, first=2)
+    assert trained.session.load_checkpoint(tmp_path / "checkpoint") == {"step": 1}
+    expect_bits(held, everything(trained.session))
 
 
 # sessions that nobody closes
@@ -316,7 +309,6 @@ def test_a_session_keeps_its_model_trainable_while_only_the_optimizer_is_held(on
     optimizer = managed(model, **on_disk).optimizer
     gc.collect()
     oracle = adamw(plain)
-    for number in range(2):
-        assert same_bits(train_step(plain, oracle, number), train_step(model, optimizer, number))
+    assert same_bits(train(plain, oracle, 2), train(model, optimizer, 2))
     with torch.no_grad():
         assert same_bits(plain(batch()), model(batch()))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.composed import Composed
 from tests.session.builders import (
     MACHINES,
     SLOT,
@@ -62,17 +63,15 @@ def penalised_inside(model: Any, optimizer: Any, number: int = 0) -> Tensor:
     return finish(value + slope.square().sum(), optimizer)
 
 
-class Recomputed(nn.Module):
+def recomputed(*, reentrant: bool) -> nn.Module:
     """Recomputes its blocks, in backward."""
 
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        self.layers, self.reentrant = mlp(), reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(model: Any, x: Tensor) -> Tensor:
         for layer in range(0, 12, 4):
-            x = checkpoint(self.layers[layer : layer + 4], x, use_reentrant=self.reentrant)
+            x = checkpoint(model.layers[layer : layer + 4], x, use_reentrant=reentrant)
         return x
+
+    return Composed(run, layers=mlp())
 
 
 def counts(pair: Pair) -> tuple[int, int]:
@@ -95,10 +94,10 @@ def test_a_gradient_penalty_is_planned_from_its_second_step_on(
     assert counts(pair) == (4, 1), pair.session.stats().reason
 
 
-@pytest.mark.parametrize("recomputed", [True, False], ids=["blocks are recomputed", "memory has no bound"])
-def test_so_it_is_elsewhere(make_pair: MakePair, recomputed: bool) -> None:
-    machine = {"device": "emulated", "device_memory": ROOM} if recomputed else {"device": "cpu"}
-    pair = make_pair(partial(Recomputed, reentrant=False) if recomputed else mlp, **machine)
+@pytest.mark.parametrize("in_blocks", [True, False], ids=["blocks are recomputed", "memory has no bound"])
+def test_so_it_is_elsewhere(make_pair: MakePair, in_blocks: bool) -> None:
+    machine = {"device": "emulated", "device_memory": ROOM} if in_blocks else {"device": "cpu"}
+    pair = make_pair(partial(recomputed, reentrant=False) if in_blocks else mlp, **machine)
     pair.train(4, by=penalised_step)
     assert_same(pair.plain, pair.plain_optimizer, pair.session)
     assert counts(pair) == (3, 1), pair.session.stats().reason
@@ -118,15 +117,14 @@ def test_a_penalty_inside_of_the_model_is_planned_once_it_is_measured(
     assert counts(pair) == ((4, 1) if measured_at_once else (3, 2)), pair.session.stats().reason
 
 
-def test_a_penalty_at_some_steps_leaves_the_plan_of_the_others(make_pair: MakePair, machine: dict[str, Any]) -> None:
+def test_a_penalty_at_some_steps_leaves_the_plan_of_the_others(moving: Pair) -> None:
     """Lazy regularisation: the step after the first penalty is expected to have one too, and from then on only penalties depart."""
-    pair = make_pair(**machine)
     for number in range(24):
-        pair.same(penalised_step if number % 4 == 3 else sloped_step, number)
-    pair.expect_same()
-    (known,) = pair.session._parts.stretches.known.kinds.values()
+        moving.same(penalised_step if number % 4 == 3 else sloped_step, number)
+    moving.expect_same()
+    (known,) = moving.session._parts.stretches.known.kinds.values()
     assert known.trace is known.offline, "what was measured of a penalty is no model for a plain step"
-    assert counts(pair) == (24 - 6 - 1, 6 + 1), pair.session.stats().reason
+    assert counts(moving) == (24 - 6 - 1, 6 + 1), moving.session.stats().reason
 
 
 def test_penalties_that_begin_and_end_are_followed(make_pair: MakePair) -> None:
@@ -140,8 +138,8 @@ def test_penalties_that_begin_and_end_are_followed(make_pair: MakePair) -> None:
 
 
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
-    "recomputed, re-entrant": lambda: Recomputed(reentrant=True),
-    "recomputed": lambda: Recomputed(reentrant=False),
+    "recomputed, re-entrant": lambda: recomputed(reentrant=True),
+    "recomputed": lambda: recomputed(reentrant=False),
     "plain": mlp,
 }
 
@@ -162,12 +160,11 @@ def test_a_backward_that_recomputes_or_keeps_its_graph_differentiates_none(make_
     assert counts(pair) == (3, 0), pair.session.stats().reason
 
 
-def test_an_input_that_wants_a_gradient_changes_no_plan(make_pair: MakePair, machine: dict[str, Any]) -> None:
+def test_an_input_that_wants_a_gradient_changes_no_plan(moving: Pair) -> None:
     """Its first step is measured, in case a gradient is differentiated, and follows its plan all the same."""
-    pair = make_pair(**machine)
-    pair.train_same(3, by=sloped_step)
-    assert counts(pair) == (3, 0), pair.session.stats().reason
-    (known,) = pair.session._parts.stretches.known.kinds.values()
+    moving.train_same(3, by=sloped_step)
+    assert counts(moving) == (3, 0), moving.session.stats().reason
+    (known,) = moving.session._parts.stretches.known.kinds.values()
     assert known.measured is not None
     assert known.trace is known.offline
 
@@ -187,16 +184,12 @@ class DifferentiatesItself(torch.autograd.Function):
             return torch.autograd.grad(x @ weight.t(), (x, weight), gradient)
 
 
-class ByHand(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return DifferentiatesItself.apply(x, self.weight)
+def by_hand() -> nn.Module:
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+    return Composed(lambda model, x: DifferentiatesItself.apply(x, model.weight), weight=weight)
 
 
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
 def test_a_backward_that_differentiates_what_it_has_saved(make_pair: MakePair, step: str) -> None:
-    build = seeded(lambda: nn.Sequential(*(ByHand() for _ in range(6))))
+    build = seeded(lambda: nn.Sequential(*(by_hand() for _ in range(6))))
     make_pair(build, step=step, precision="fp32", device="emulated", device_memory=TIGHT).train_same()

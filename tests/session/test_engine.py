@@ -20,6 +20,7 @@ from patrickstar.core.chunk_size import target_numel
 from patrickstar.deferred.deferred_init import is_building
 from patrickstar.engine.initialize import memory_for
 from patrickstar.runtime import initialize_engine
+from tests.composed import Composed
 from tests.parity.compare import compare_mappings
 from tests.parity.oracle import clip
 from tests.parity.zoo import CASES
@@ -45,19 +46,10 @@ class Plain(nn.Module):
         return (x - data).square().mean()
 
 
-class Language(nn.Module):
-    """A model of transformers that gives its loss."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, data: Tensor) -> Tensor:
-        return self.model(input_ids=data, labels=data).loss
-
-
 def language(name: str) -> Callable[[], nn.Module]:
-    return lambda: Language(CASES[name].make("none"))
+    """A model of transformers that gives its loss."""
+    run = lambda model, data: model.model(input_ids=data, labels=data).loss
+    return lambda: Composed(run, model=CASES[name].make("none"))
 
 
 def numbers(count: int) -> list[Tensor]:

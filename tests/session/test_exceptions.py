@@ -21,6 +21,7 @@ from patrickstar.plan.make import make_plan
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.testing.manual_lane import ManualLane
+from tests.composed import Composed
 from tests.forked import in_forked_child
 from tests.session.builders import (
     MACHINES,
@@ -82,9 +83,7 @@ class Trips(torch.autograd.Function):
 class Fragile(Layers):
     """Raises in the middle of its forward, or of its backward, when it is told to."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.trips_in_forward = False
+    trips_in_forward = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layers[:6](x)
@@ -94,17 +93,12 @@ class Fragile(Layers):
         return self.layers[6:](x)
 
 
-class Breaks(nn.Module):
+def breaks() -> nn.Module:
     """Two parameters in one chunk, with something between their gradients that can raise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH // 2, WIDTH)
-        self.rest = mlp(2, layers=3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.rest(self.second(Trips.apply(self.first(x))))
+    torch.manual_seed(0)
+    first, second = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH // 2, WIDTH)
+    run = lambda model, x: model.rest(model.second(Trips.apply(model.first(x))))
+    return Composed(run, first=first, second=second, rest=mlp(2, layers=3))
 
 
 pytestmark = pytest.mark.usefixtures("disarmed")
@@ -189,7 +183,7 @@ def test_gradients_that_came_before_the_exception_are_there_as_in_pytorch(
     pair.train_same(1, first=2)
 
 
-@pytest.mark.parametrize("build", [Fragile, Breaks])
+@pytest.mark.parametrize("build", [Fragile, breaks])
 def test_a_session_that_asks_for_a_checkpoint_can_still_be_closed(make_pair: MakePair, build: type[nn.Module]) -> None:
     pair = make_pair(build, step="in_backward", device="emulated", device_memory=8 * SLOT)
     pair.train(1)
@@ -213,23 +207,20 @@ def test_a_backward_that_raises_before_the_first_gradient_in_backward_mode_has_u
     pair.train_same(2, first=1)
 
 
-def test_a_closure_that_raises_has_updated_nothing(make_pair: MakePair) -> None:
+def test_a_closure_that_raises_has_updated_nothing(trained: Pair) -> None:
     def refuse() -> float:
         raise ZeroDivisionError
 
-    pair = make_pair()
-    pair.train(1)
-    pair.each(backward, 1)
+    trained.each(backward, 1)
     with pytest.raises(ZeroDivisionError):
-        pair.optimizer.step(refuse)
-    pair.step()
-    pair.expect_same()
+        trained.optimizer.step(refuse)
+    trained.step()
+    trained.expect_same()
 
 
 def test_an_exception_in_the_middle_of_a_step_is_not_passed_over(
-    make_pair: MakePair, failing_update: Callable[..., Any], tmp_path: Any
+    pair: Pair, failing_update: Callable[..., Any], tmp_path: Any
 ) -> None:
-    pair = make_pair()
     pair.train(2)
     pair.session.save_checkpoint(tmp_path)
     train_step(pair.model, pair.optimizer)
@@ -253,14 +244,13 @@ class Twice(tuple[Any, ...]):
         return super().__new__(cls, (first, second))
 
 
-def test_inputs_that_cannot_be_cast_leave_the_session_usable(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
+def test_inputs_that_cannot_be_cast_leave_the_session_usable(disk_pair: Pair) -> None:
     """They are cast when the forward has begun."""
-    pair = make_pair(**on_disk)
-    pair.train(1)
+    disk_pair.train(1)
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        pair.model(Twice(torch.ones(2, 7, dtype=torch.float64), None))
-    assert pair.session._parts.executor.pilot.stretch.is_over
-    pair.train_same(2, first=1)
+        disk_pair.model(Twice(torch.ones(2, 7, dtype=torch.float64), None))
+    assert disk_pair.session._parts.executor.pilot.stretch.is_over
+    disk_pair.train_same(2, first=1)
 
 
 def test_an_error_inside_of_manage_keeps_the_optimizers_hooks(tmp_path: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.session.builders import (
     Pair,
     adamw,
     expect_bits,
+    finish,
     managed,
     mlp,
     options,
@@ -69,9 +69,7 @@ def test_what_goes_in_trained_comes_out_for_the_model_s_own_library(tmp_path: Pa
     model = build(name, 0)
     with patrickstar.manage(model, adamw(model), weights=tmp_path / "start", **BUDGET) as session:
         first = logits(model, name)
-        first.square().mean().backward()
-        session.optimizer.step()  # type: ignore[union-attr]
-        session.optimizer.zero_grad()  # type: ignore[union-attr]
+        finish(first.square().mean(), session.optimizer)
         session.export(tmp_path / "end", max_shard_size=shard)
         want = logits(model, name).detach()
         held = values(session)
@@ -163,10 +161,7 @@ def test_of_any_other_module_tensors_are_written_and_read_again(tmp_path: Path, 
         expect_bits(want, dict(session.state_dict()))
 
 
-def test_exporting_has_the_pending_step_and_changes_nothing_of_the_training(
-    make_pair: Callable[..., Pair], tmp_path: Path
-) -> None:
-    pair = make_pair()
+def test_exporting_has_the_pending_step_and_changes_nothing_of_the_training(pair: Pair, tmp_path: Path) -> None:
     for number in range(3):
         pair.train(1, first=number)
         pair.session.export(tmp_path)
@@ -183,8 +178,7 @@ def test_exporting_needs_the_slots_of_a_weight_and_no_more(tmp_path: Path) -> No
     expect_bits(values(model), safetensors.torch.load_file(tmp_path / "out" / "model.safetensors"))
 
 
-def test_what_cannot_be_is_told(make_pair: Callable[..., Pair], tmp_path: Path) -> None:
-    pair = make_pair()
+def test_what_cannot_be_is_told(pair: Pair, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DeviceError, match="file"):
         pair.session.export(tmp_path / "file")

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-import patrickstar
 from patrickstar import StateError
 from patrickstar.core.planes import WEIGHT
 from tests.session.blocks import MOVING, Block, build
@@ -83,7 +82,7 @@ KEPT = {
 
 @pytest.mark.parametrize("step_mode", ["deferred", "in_backward"])
 @pytest.mark.parametrize("kind", KEPT)
-def test_what_outlives_its_block_shows_what_its_weight_becomes_or_refuses(kind, step_mode):
+def test_what_outlives_its_block_shows_what_its_weight_becomes_or_refuses(kind, step_mode, make_pair):
     class Showing(Block):
         shown: ClassVar = []
 
@@ -114,9 +113,7 @@ def test_what_outlives_its_block_shows_what_its_weight_becomes_or_refuses(kind, 
             optimizer.zero_grad()
         return found
 
-    plain, model = build(Showing, layers=2), build(Showing, layers=2)
-    with managed(model, step=step_mode, **MOVING) as session:
-        theirs, ours = run(plain, adamw(plain)), run(model, session.optimizer)
+    theirs, ours = make_pair(lambda: build(Showing, layers=2), step=step_mode, **MOVING).each(run)
     assert any(theirs) == (kind != "a gradient" or step_mode == "deferred")
     for want, got in zip(theirs, ours, strict=True):
         assert got is None or (len(want) == len(got) and all(map(torch.equal, want, got)))
@@ -172,30 +169,27 @@ def test_blocks_of_two_threads_run_at_the_same_time(trains):
         assert torch.equal(step_with_loss(plain, optimizer), step_with_loss(model, session.optimizer))
 
 
-def test_a_forward_inside_of_one_is_part_of_it():
+def test_a_forward_inside_of_one_is_part_of_it(make_pair):
     def inside(block, *_):
         if not block.results:
             block.results.append(None)
             with torch.no_grad():
                 block.results.append(block.model[0](batch(3)))
 
-    pair = build(), build()
-    for model in pair:
+    def prepare(model, _):
         model.blocks[2].model, model.blocks[2].results = [model], []
         model.blocks[2].register_forward_hook(inside)
-    plain, model = pair
-    with patrickstar.manage(model, adamw(model), **MOVING):
-        assert torch.equal(plain(batch()), model(batch()))
-    assert torch.equal(plain.blocks[2].results[1], model.blocks[2].results[1])
+
+    pair = make_pair(build, before=prepare, **MOVING)
+    pair.same(lambda model, _: [model(batch()).detach(), model.blocks[2].results[1]])
 
 
-def test_a_forward_beside_one_of_another_thread_is_refused():
-    plain, model, refused = build(), build(), []
-    optimizer = adamw(plain)
+def test_a_forward_beside_one_of_another_thread_is_refused(make_pair):
+    pair, refused = make_pair(build, **MOVING), []
 
     def call():
         with pytest.raises(StateError, match="another thread") as error:
-            model(batch())
+            pair.model(batch())
         refused.append(error)
 
     def beside(*_):
@@ -203,14 +197,11 @@ def test_a_forward_beside_one_of_another_thread_is_refused():
         thread.start()
         thread.join(60)
 
-    with patrickstar.manage(model, adamw(model), **MOVING) as session:
-        hook = model.blocks[2].register_forward_hook(beside)
-        for number in range(2):
-            assert torch.equal(
-                step_with_loss(plain, optimizer, number), step_with_loss(model, session.optimizer, number)
-            )
-            assert len(refused) == 1
-            hook.remove()
+    hook = pair.model.blocks[2].register_forward_hook(beside)
+    for number in range(2):
+        pair.same(step_with_loss, number)
+        assert len(refused) == 1
+        hook.remove()
 
 
 def assigns(block):

@@ -15,6 +15,7 @@ import patrickstar
 from patrickstar.core.formats import FP32
 from patrickstar.core.trace import Trace
 from patrickstar.plan.fit import minimum_bytes
+from tests.composed import Composed
 from tests.parity.architectures import ARCHITECTURES
 from tests.parity.zoo import CASES, micro_seed
 from tests.session.builders import adamw, finish
@@ -86,25 +87,16 @@ def forecasts(name: str) -> list[Trace | None]:
         return [known.offline for known in session._parts.stretches.known.kinds.values()]
 
 
-class Reconstructs(nn.Module):
-    """A loss that is one number while the rest of the forward runs."""
-
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.loss, self.first, self.rest = loss, nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        held = self.loss(self.first(x).sigmoid(), x)
-        return held + self.rest(x).square().mean()
-
-
 @pytest.mark.parametrize(
     "loss",
     [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.soft_margin_loss, F.l1_loss, F.huber_loss],
     ids=lambda loss: loss.__name__,
 )
 def test_a_loss_is_foreseen_with_the_memory_that_it_keeps(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-    model, x = Reconstructs(loss), torch.rand(8, 16)
+    """It is one number while the rest of the forward runs."""
+    reconstruct = lambda model, x: loss(model.first(x).sigmoid(), x) + model.rest(x).square().mean()
+    model = Composed(reconstruct, first=nn.Linear(16, 16), rest=nn.Linear(16, 16))
+    x = torch.rand(8, 16)
     with patrickstar.manage(model, adamw(model), device="emulated", device_memory="1MiB", precision="fp32") as session:
         model(x).backward()
         session.optimizer.step()

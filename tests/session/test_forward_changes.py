@@ -21,6 +21,7 @@ from patrickstar import DeviceError, StateError
 from patrickstar.core.planes import REST, WEIGHT
 from patrickstar.core.trace import Moment, Phase, Trace
 from patrickstar.testing.faults import FaultyIO
+from tests.composed import Composed
 from tests.session import changes
 from tests.session.builders import (
     CHUNK,
@@ -61,13 +62,13 @@ class Changing(nn.Module):
         told: is called after each change, which is when masters that are kept by hand take it over.
     """
 
-    def __init__(self, change: str) -> None:
+    def __init__(self, change: str | Callable[..., Tensor]) -> None:
         super().__init__()
         torch.manual_seed(0)
         kind = nn.EmbeddingBag if change == "bag" else nn.Embedding
         self.words = kind(WORDS, 32, max_norm=1.5 if change in ("embedding", "bag") else None)
         self.layers = mlp()
-        self.change = CHANGES[change]
+        self.change = CHANGES[change] if isinstance(change, str) else change
         self.told: Callable[[], None] = nothing
 
     def forward(self, x: Tensor) -> Tensor:
@@ -246,9 +247,7 @@ def trace_of_forward(model: nn.Module, kind: str) -> Trace:
 class Sometimes(Changing):
     """Shortens rows in every other forward, as no signature of its inputs can tell: it uses the same weights in the same order."""
 
-    def __init__(self) -> None:
-        super().__init__("embedding")
-        self.forwards = 0
+    forwards = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.forwards += 1
@@ -263,7 +262,7 @@ def test_a_change_that_depends_on_more_than_shapes(trained: MakeScript, kind: st
     """Where a forward does not do as its trace, the rest of the step is decided on the spot."""
 
     def build() -> Sometimes:
-        model = Sometimes()
+        model = Sometimes("embedding")
         model.forwards = first
         return model
 
@@ -272,20 +271,18 @@ def test_a_change_that_depends_on_more_than_shapes(trained: MakeScript, kind: st
     assert sum(stats.moved.values())
 
 
-class Asking(Changing):
+def asking(model: Changing, x: Tensor, ids: Tensor) -> Tensor:
     """Asks for a value before it changes a weight: a trial run has none."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            if float(self.words.weight.abs().max()) > 0.5:
-                self.words.weight.clamp_(-0.5, 0.5)
-                self.told()
-        return self.layers(self.look_up((x[:, :4].float().abs() * 40).long() % WORDS) + x)
+    with torch.no_grad():
+        if float(model.words.weight.abs().max()) > 0.5:
+            model.words.weight.clamp_(-0.5, 0.5)
+            model.told()
+    return model.layers(model.look_up(ids) + x)
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
 def test_a_forward_that_cannot_be_traced_is_measured_with_its_changes(changing: MakeScript, kind: str) -> None:
-    script = changing(kind, partial(Asking, "clamp"), device="emulated", device_memory=9 * SLOT)
+    script = changing(kind, partial(Changing, asking), device="emulated", device_memory=9 * SLOT)
     script.run("train(6) read")
     stats = script.session.stats()
     assert stats.planned_steps >= 2, stats.reason
@@ -297,22 +294,20 @@ def test_a_forward_that_cannot_be_traced_is_measured_with_its_changes(changing: 
 # recomputation
 
 
-class Checkpointed(Changing):
+def checkpointed(reentrant: bool) -> Changing:
     """The middle layers, of which one shrinks at each run, are computed again in backward."""
 
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__("clamp")
-        self.reentrant = reentrant
-
-    def block(self, x: Tensor) -> Tensor:
+    def block(model: Changing, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.layers[4].weight.mul_(0.9)
-        self.told()
-        return self.layers[2:8](x)
+            model.layers[4].weight.mul_(0.9)
+        model.told()
+        return model.layers[2:8](x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.layers[:2](self.look_up((x[:, :4].float().abs() * 40).long() % WORDS) + x)
-        return self.layers[8:](checkpoint(self.block, hidden, use_reentrant=self.reentrant))
+    def run(model: Changing, x: Tensor, ids: Tensor) -> Tensor:
+        hidden = model.layers[:2](model.look_up(ids) + x)
+        return model.layers[8:](checkpoint(block, model, hidden, use_reentrant=reentrant))
+
+    return Changing(run)
 
 
 @pytest.mark.sampled
@@ -322,13 +317,13 @@ def test_a_block_that_is_computed_again_changes_its_weights_again(
     trained: MakeScript, kind: str, reentrant: bool
 ) -> None:
     """And its backward reads what that has left, as in PyTorch."""
-    expect_planned(trained(kind, partial(Checkpointed, reentrant=reentrant)).session, 4)
+    expect_planned(trained(kind, partial(checkpointed, reentrant)).session, 4)
 
 
 def test_a_weight_changed_by_hand_before_a_checkpointed_block_is_computed_again_is_an_error(
     make_pair: MakePair,
 ) -> None:
-    pair = make_pair(partial(Checkpointed, reentrant=False), precision="fp32", **ROOMY)
+    pair = make_pair(partial(checkpointed, False), precision="fp32", **ROOMY)
     loss = pair.model(batch()).square().mean()
     changes.clamp(pair.model.layers[6].weight)
     with pytest.raises(StateError, match="modified by an inplace operation"):
@@ -336,13 +331,12 @@ def test_a_weight_changed_by_hand_before_a_checkpointed_block_is_computed_again_
 
 
 def test_a_weight_that_is_changed_after_it_was_saved_is_an_error_as_in_pytorch(make_pair: MakePair) -> None:
-    class Twice(Changing):
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.layers(x)
-            changes.clamp(self.layers[6].weight)
-            return self.layers(hidden)
+    def twice(model: Changing, x: Tensor, _: Tensor) -> Tensor:
+        hidden = model.layers(x)
+        changes.clamp(model.layers[6].weight)
+        return model.layers(hidden)
 
-    pair = make_pair(partial(Twice, "clamp"), precision="fp32", **ROOMY)
+    pair = make_pair(partial(Changing, twice), precision="fp32", **ROOMY)
     for model in (pair.plain, pair.model):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             backward(model)
@@ -364,20 +358,18 @@ def test_tables_in_tiles_that_the_forward_changes(trained: MakeScript, change: s
 # operations of whose names nothing tells that they write
 
 
-class Averaging(Changing):
+def averaging(model: Changing, x: Tensor, ids: Tensor) -> Tensor:
     """A parameter is what batch norm averages into, which torch does not count as a change."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.layers[:6](self.look_up((x[:, :4].float().abs() * 40).long() % WORDS) + x)
-        with torch.no_grad():
-            F.batch_norm(hidden, self.layers[6].bias, torch.ones(32, dtype=x.dtype), training=True)
-        self.told()
-        return self.layers[6:](hidden)
+    hidden = model.layers[:6](model.look_up(ids) + x)
+    with torch.no_grad():
+        F.batch_norm(hidden, model.layers[6].bias, torch.ones(32, dtype=x.dtype), training=True)
+    model.told()
+    return model.layers[6:](hidden)
 
 
 @pytest.mark.parametrize("kind", ["fp32", *KINDS])
 def test_a_parameter_that_batch_norm_averages_into(trained: MakeScript, kind: str) -> None:
-    expect_planned(trained(kind, partial(Averaging, "clamp")).session, 4)
+    expect_planned(trained(kind, partial(Changing, averaging)).session, 4)
 
 
 def test_a_change_that_could_not_be_carried_into_a_master_is_refused_before_the_first_step(
@@ -454,17 +446,6 @@ def test_a_module_that_is_one_use_may_not_change_split_masters() -> None:
             model(batch(rows=6)[None].bfloat16())
 
 
-class Around(nn.Module):
-    """A module, and a layer after it."""
-
-    def __init__(self, first: nn.Module) -> None:
-        super().__init__()
-        self.first, self.last = first, nn.Linear(32, 32)
-
-    def forward(self, x: Tensor, **keywords: Any) -> Tensor:
-        return self.last(self.first(x, **keywords))  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("root", [False, True])
@@ -476,7 +457,8 @@ def test_an_encoder_is_computed_in_one_go_where_plain_pytorch_does_that(
     def build() -> nn.Module:
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(32, 2, 32, batch_first=True)
-        return layer.eval() if root else Around(layer).eval()
+        around = Composed(lambda m, x, **given: m.last(m.first(x, **given)), first=layer, last=nn.Linear(32, 32))
+        return (layer if root else around).eval()
 
     def evaluate(model: nn.Module, _: Any, number: int) -> Tensor:
         mask = torch.tensor([[False] * 5 + [True]]) if masked else None

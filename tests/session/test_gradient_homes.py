@@ -37,6 +37,7 @@ from tests.session.builders import (
     batch,
     everything,
     expect_bits,
+    finish,
     is_ordinary,
     managed,
     mlp,
@@ -156,12 +157,7 @@ def manage(model: nn.Module, precision: str = "fp32", **keywords: Any) -> patric
 
 
 def step(model: nn.Module, session: patrickstar.Session, number: int, **keywords: Any) -> Tensor:
-    loss: Tensor = model(batch(number), **keywords)
-    loss.backward()
-    assert session.optimizer is not None
-    session.optimizer.step()
-    session.optimizer.zero_grad()
-    return loss.detach()
+    return finish(model(batch(number), **keywords), session.optimizer)
 
 
 @contextmanager

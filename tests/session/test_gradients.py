@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import patrickstar
 from patrickstar import StateError
 from patrickstar.core.planes import GRAD
+from tests.composed import Composed
 from tests.parity.compare import same_bits
 from tests.parity.oracle import clip
 from tests.session.builders import (
@@ -33,8 +34,7 @@ from tests.session.builders import (
 )
 
 
-def test_gradients_iterates_over_names_in_registration_order_and_gives_copies(make_pair: MakePair) -> None:
-    pair = make_pair()
+def test_gradients_iterates_over_names_in_registration_order_and_gives_copies(pair: Pair) -> None:
     assert list(pair.session.gradients()) == []
     pair.each(backward)
     pair.expect_same_gradients()
@@ -61,8 +61,7 @@ def test_a_step_without_room_for_gradients_of_the_users_own_is_none(make_pair: M
 # reading and writing .grad
 
 
-def test_a_gradient_of_another_shape_is_refused_as_in_pytorch(make_pair: MakePair) -> None:
-    pair = make_pair()
+def test_a_gradient_of_another_shape_is_refused_as_in_pytorch(pair: Pair) -> None:
     pair.each(backward)
     with pytest.raises(RuntimeError, match="size"):
         pair.model[0].weight.grad = torch.ones(3)
@@ -73,14 +72,13 @@ def test_a_gradient_of_another_shape_is_refused_as_in_pytorch(make_pair: MakePai
 # zeroing
 
 
-def test_a_gradient_that_is_held_is_zeroed_in_place_as_in_pytorch(make_pair: MakePair) -> None:
+def test_a_gradient_that_is_held_is_zeroed_in_place_as_in_pytorch(pair: Pair) -> None:
     def hold(model: nn.Module, optimizer: Any) -> tuple[bool, torch.Tensor]:
         backward(model)
         gradient = model[0].weight.grad
         optimizer.zero_grad(set_to_none=False)
         return model[0].weight.grad is gradient, gradient
 
-    pair = make_pair()
     (same, want), (still, got) = pair.each(hold)
     assert (same, still) == (True, True)
     assert same_bits(want, got)
@@ -114,18 +112,13 @@ def test_zeros_are_for_the_groups_parameters_only_also_inside_of_a_chunk(make_pa
 
 
 def test_a_frozen_parameter_and_an_unused_one_have_none(make_pair: MakePair) -> None:
-    class Partly(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers, self.unused = mlp(), nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers(x)
+    def partly() -> nn.Module:
+        return Composed(lambda model, x: model.layers(x), layers=mlp(), unused=nn.Linear(4, 4))
 
     def freeze(model: nn.Module, _: Any) -> None:
         model.layers[2].requires_grad_(False)
 
-    pair = make_pair(Partly, before=freeze)
+    pair = make_pair(partly, before=freeze)
     pair.train(2)
     pair.each(backward, 2)
     pair.expect_same_gradients()
@@ -161,8 +154,7 @@ def test_a_gradient_that_is_not_finite_goes_where_it_goes_in_pytorch(make_pair: 
         assert weights["0.weight"].isnan().any() or weights["0.weight"].isinf().any()
 
 
-def test_a_norm_that_is_not_finite_clips_as_in_pytorch(make_pair: MakePair) -> None:
-    pair = make_pair()
+def test_a_norm_that_is_not_finite_clips_as_in_pytorch(pair: Pair) -> None:
     pair.each(lambda model, _: (model[:2](batch()) * float("inf")).sum().backward())
     want = nn.utils.clip_grad_norm_(pair.plain.parameters(), 1.0)
     got = pair.session.clip_grad_norm_(1.0)
@@ -170,12 +162,10 @@ def test_a_norm_that_is_not_finite_clips_as_in_pytorch(make_pair: MakePair) -> N
     pair.expect_same_gradients()
 
 
-def test_a_gradient_of_negative_zero_stays_negative(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.train(1)
-    pair.each(lambda model, _: (model[0].weight * torch.tensor(-0.0)).sum().backward())
-    pair.expect_same_gradients()
-    (gradient,) = dict(pair.session.gradients()).values()
+def test_a_gradient_of_negative_zero_stays_negative(trained: Pair) -> None:
+    trained.each(lambda model, _: (model[0].weight * torch.tensor(-0.0)).sum().backward())
+    trained.expect_same_gradients()
+    (gradient,) = dict(trained.session.gradients()).values()
     assert torch.signbit(gradient).all()
 
 
@@ -262,33 +252,33 @@ def test_a_step_that_would_use_gradients_again_is_refused_with_in_backward(make_
 
 
 @pytest.fixture
-def pair(make_pair: MakePair) -> Iterator[Pair]:
-    pair = make_pair(device="cpu")
-    yield pair
-    assert_same(pair.plain, pair.plain_optimizer, pair.session)
+def whole(make_pair: MakePair) -> Iterator[Pair]:
+    whole = make_pair(device="cpu")
+    yield whole
+    assert_same(whole.plain, whole.plain_optimizer, whole.session)
 
 
 @pytest.mark.whole
-def test_no_gradient_lies_in_a_chunk_and_all_count_as_model_data(pair: Pair) -> None:
-    pair.train(2)
-    pair.each(backward, 2)
-    state = store_of(pair.session).state
+def test_no_gradient_lies_in_a_chunk_and_all_count_as_model_data(whole: Pair) -> None:
+    whole.train(2)
+    whole.each(backward, 2)
+    state = store_of(whole.session).state
     assert all(state.is_free(ref) for ref in state.home if ref.plane == GRAD)
-    stats = pair.session.stats()
+    stats = whole.session.stats()
     assert stats.planned_steps == 2, stats.reason
     assert not sum(stats.moved.values())
-    assert stats.model_data["grad"] == 4 * sum(p.numel() for p in pair.plain.parameters())
-    pair.step()
+    assert stats.model_data["grad"] == 4 * sum(p.numel() for p in whole.plain.parameters())
+    whole.step()
 
 
 @pytest.mark.whole
-def test_gradients_are_the_very_tensors_that_p_grad_gives(pair: Pair) -> None:
-    pair.each(backward)
-    for name, gradient in pair.session.gradients():
-        assert gradient is dict(pair.model.named_parameters())[name].grad
-    pair.each(lambda model, _: model[2].weight.grad.mul_(2))
-    pair.each(lambda model, optimizer: optimizer.step())
-    pair.expect_same_gradients()
+def test_gradients_are_the_very_tensors_that_p_grad_gives(whole: Pair) -> None:
+    whole.each(backward)
+    for name, gradient in whole.session.gradients():
+        assert gradient is dict(whole.model.named_parameters())[name].grad
+    whole.each(lambda model, _: model[2].weight.grad.mul_(2))
+    whole.each(lambda model, optimizer: optimizer.step())
+    whole.expect_same_gradients()
 
 
 @pytest.mark.parametrize("machine", [{"device": "cpu"}, EMULATED], ids=["in tensors", "in chunks"])

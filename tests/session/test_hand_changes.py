@@ -18,6 +18,7 @@ from tests.session import changes
 from tests.session.builders import (
     ROOMY,
     MakePair,
+    Pair,
     adamw,
     assert_same,
     batch,
@@ -63,11 +64,9 @@ def swap(model: nn.Module) -> None:
         model[10].weight.copy_(held)
 
 
-def test_dlpack_shows_a_weight_as_it_is(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.train(1)
+def test_dlpack_shows_a_weight_as_it_is(trained: Pair) -> None:
     for export in (torch.from_dlpack, lambda tensor: torch.from_numpy(np.from_dlpack(tensor).copy())):
-        assert same_bits(export(pair.plain[2].weight.detach()), export(pair.model[2].weight.detach()))
+        assert same_bits(export(trained.plain[2].weight.detach()), export(trained.model[2].weight.detach()))
 
 
 def tied_average(model: nn.Module) -> None:
@@ -98,23 +97,20 @@ BY_NAME: dict[str, Callable[[nn.Module], None]] = {
 
 
 @pytest.mark.parametrize("change", BY_NAME)
-def test_a_change_by_hand_reaches_the_master_or_is_refused(make_pair: MakePair, change: str) -> None:
-    pair = make_pair()
-    pair.train(1)
-    BY_NAME[change](pair.plain)
+def test_a_change_by_hand_reaches_the_master_or_is_refused(trained: Pair, change: str) -> None:
+    BY_NAME[change](trained.plain)
     try:
-        BY_NAME[change](pair.model)
+        BY_NAME[change](trained.model)
     except StateError as refusal:
         assert "session.write" in str(refusal)
         if change != "by_data_and_sign":  # all or nothing
             return
-    pair.train_same(2, first=1)
+    trained.train_same(2, first=1)
 
 
 @pytest.mark.parametrize("change", ["add", "by_data", "by_numpy", "foreach", "by_init"])
-def test_a_change_survives_on_its_own(make_pair: MakePair, change: str) -> None:
+def test_a_change_survives_on_its_own(pair: Pair, change: str) -> None:
     """No step follows that could carry it: the chunk leaves the device and comes back."""
-    pair = make_pair()
     BY_NAME[change](pair.plain)
     BY_NAME[change](pair.model)
     for model in (pair.plain, pair.model):
@@ -138,15 +134,13 @@ SHAPES: dict[str, tuple[Callable[[Any], object], str | None]] = {
 
 @pytest.mark.parametrize(("act", "says"), SHAPES.values(), ids=SHAPES)
 def test_a_weight_that_is_re_pointed_or_resized_is_refused_and_keeps_its_values(
-    make_pair: MakePair, act: Callable[[Any], object], says: str | None
+    trained: Pair, act: Callable[[Any], object], says: str | None
 ) -> None:
     """`set_` gives a tensor another storage, and no class gets to see it; but torch reads the placeholder for it, which it cannot."""
-    pair = make_pair()
-    pair.train(1)
     with pytest.raises((StateError, RuntimeError), match=says), torch.no_grad():
-        act(pair.model[0].weight)
-    assert pair.model[0].weight.shape == (32, 32)
-    pair.train_same(1, first=1)
+        act(trained.model[0].weight)
+    assert trained.model[0].weight.shape == (32, 32)
+    trained.train_same(1, first=1)
 
 
 # averages
@@ -203,45 +197,40 @@ def test_what_a_parameter_had_keeps_its_values_when_it_gets_other_data(make_pair
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
-def test_write_takes_other_types_and_strides(make_pair: MakePair, dtype: torch.dtype) -> None:
-    pair = make_pair()
+def test_write_takes_other_types_and_strides(pair: Pair, dtype: torch.dtype) -> None:
     value = torch.arange(1024).reshape(32, 32).t().to(dtype)
     pair.session.write("0.weight", value)
     assert same_bits(value.float().contiguous(), pair.session.state_dict()["0.weight"])
 
 
-def test_write_refuses_what_is_not_there_or_of_another_shape(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.train(1)
+def test_write_refuses_what_is_not_there_or_of_another_shape(trained: Pair) -> None:
     with pytest.raises(ConfigError, match=r"3\.wieght"):
-        pair.session.write("3.wieght", torch.ones(3))
+        trained.session.write("3.wieght", torch.ones(3))
     with pytest.raises(ConfigError, match=r"\(32, 32\)"):
-        pair.session.write("0.weight", torch.ones(3, 3))
-    pair.expect_same()
+        trained.session.write("0.weight", torch.ones(3, 3))
+    trained.expect_same()
 
 
 # between forward and backward
 
 
 @pytest.mark.parametrize("change", ["add", "clamp", "by_init", "load"])
-def test_weights_changed_between_forward_and_backward_are_an_error(
-    make_pair: MakePair, change: str, on_disk: dict[str, Any]
-) -> None:
-    pair = make_pair(**on_disk)
-    pair.train(1)
-    for model in (pair.plain, pair.model):
+def test_weights_changed_between_forward_and_backward_are_an_error(change: str, disk_pair: Pair) -> None:
+    disk_pair.train(1)
+    for model in (disk_pair.plain, disk_pair.model):
         loss = loss_of(model, 1)
         BY_NAME[change](model)
-        with pytest.raises(RuntimeError if model is pair.plain else (StateError, RuntimeError), match="modified by an"):
+        with pytest.raises(
+            RuntimeError if model is disk_pair.plain else (StateError, RuntimeError), match="modified by an"
+        ):
             loss.backward()
         del loss
         model.zero_grad()
-    pair.train_same(1, first=2)
+    disk_pair.train_same(1, first=2)
 
 
 @pytest.mark.parametrize("writes", [False, True], ids=["changed", "written"])
-def test_the_error_for_changed_weights_is_a_state_error_that_says_what_to_do(make_pair: MakePair, writes: bool) -> None:
-    pair = make_pair()
+def test_the_error_for_changed_weights_is_a_state_error_that_says_what_to_do(pair: Pair, writes: bool) -> None:
     loss = loss_of(pair.model)
     pair.session.write("10.weight", torch.ones(32, 32)) if writes else add(pair.model)
     with pytest.raises(StateError, match="before the forward or after the backward"):
@@ -274,18 +263,16 @@ def test_the_optimizer_on_its_own_tells_autograd_of_its_update() -> None:
         second.backward()
 
 
-def test_the_address_of_an_alias_stays_its_address(make_pair: MakePair) -> None:
+def test_the_address_of_an_alias_stays_its_address(trained: Pair) -> None:
     """Writers of files ask for the addresses of all tensors before they read the first."""
-    pair = make_pair()
-    pair.train(1)
-    state = pair.model[2].state_dict()
+    state = trained.model[2].state_dict()
     address = state["weight"].data_ptr()
-    want = pair.plain[2].weight.detach()
+    want = trained.plain[2].weight.detach()
     got = (ctypes.c_float * want.numel()).from_address(address)
     for number in range(1, 4):
         assert same_bits(want.flatten(), torch.tensor(list(got)))
-        pair.train(1, first=number)  # other chunks come and go
-        dict(pair.session.state_dict())  # the update is over
+        trained.train(1, first=number)  # other chunks come and go
+        dict(trained.session.state_dict())  # the update is over
     assert state["weight"].data_ptr() == address
     del state
-    pair.train_same(1, first=4)
+    trained.train_same(1, first=4)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from patrickstar import StateError
+from tests.composed import Composed
 from tests.parity.compare import same_bits
 from tests.session.builders import EMULATED, ROOMY, adamw, expect_bits, managed, mlp, train, values
 
@@ -36,7 +37,8 @@ class Hooked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.rest = mlp(layers=1), mlp(1, layers=2)
-        self.scaled = Scaled()
+        scale = lambda model, x, *, by: x * model.weight * by
+        self.scaled = Composed(scale, weight=nn.Parameter(torch.linspace(0.5, 1.5, 32)))
         self.in_forward: list[Callable[[Tensor], Any]] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,15 +46,6 @@ class Hooked(nn.Module):
         for register in self.in_forward:
             register(x)
         return self.rest(self.scaled(x, by=0.5))
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 32))
-
-    def forward(self, x: Tensor, *, by: float) -> Tensor:
-        return x * self.weight * by
 
 
 def write_down(seen: Seen, given: Any) -> None:

@@ -19,6 +19,7 @@ from patrickstar.step import room
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.room import HostRoom
 from patrickstar.units import MIB
+from tests.composed import Composed
 from tests.session.builders import (
     LAYERS,
     SLOT,
@@ -26,6 +27,7 @@ from tests.session.builders import (
     WIDTH,
     Layers,
     MakePair,
+    Pair,
     backward,
     is_ordinary,
     managed,
@@ -45,24 +47,22 @@ class Unforeseen(Layers):
         return self.layers[6:](wide)
 
 
-class Replaces(nn.Module):
+LARGE_BYTES = 2000 * WIDTH * 4
+
+
+def replaces() -> nn.Module:
     """Makes something large between the uses of its two weights, and again after the second, when the first is gone."""
 
-    LARGE_BYTES = 2000 * WIDTH * 4
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in (self.first, self.second):
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        for layer in model.children():
             x = layer(x)
             with torch.no_grad():
                 mean = x.repeat(2000 // len(x), 1).mean(0)
             x = x - mean
         return x
+
+    torch.manual_seed(0)
+    return Composed(run, **{name: nn.Linear(WIDTH, WIDTH, bias=False) for name in ("first", "second")})
 
 
 def test_chunks_leave_for_activations_that_no_forecast_saw(make_pair: MakePair, on_disk: dict[str, Any]) -> None:
@@ -73,18 +73,15 @@ def test_chunks_leave_for_activations_that_no_forecast_saw(make_pair: MakePair, 
     assert pair.session.stats().peak["host"] <= budget
 
 
-def test_where_the_room_that_is_left_to_activations_cannot_be_had_only_what_is_needed_stays(
-    make_pair: MakePair, on_disk: dict[str, Any]
-) -> None:
-    pair = make_pair(**on_disk)
-    pair.train(1)
-    executor = pair.session._parts.executor
-    pair.session.state_dict()["2.weight"]  # no stretch is under way any more
+def test_where_the_room_that_is_left_to_activations_cannot_be_had_only_what_is_needed_stays(disk_pair: Pair) -> None:
+    disk_pair.train(1)
+    executor = disk_pair.session._parts.executor
+    disk_pair.session.state_dict()["2.weight"]  # no stretch is under way any more
     assert executor.store.state.slots_used[Tier.HOST] > 1
     with executor.room.making(TIGHT):
-        pair.session.state_dict()["0.weight"]
+        disk_pair.session.state_dict()["0.weight"]
         assert executor.store.state.slots_used[Tier.HOST] == 1
-    pair.expect_same()
+    disk_pair.expect_same()
 
 
 def bounded(resident_limit_bytes: int) -> HostRoom:
@@ -112,7 +109,7 @@ def test_near_the_bound_the_allocator_is_asked_before_the_process_grows_by_much(
 def test_the_guard_is_told_of_what_takes_the_place_of_something_that_is_gone(
     make_pair: MakePair, on_disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = make_pair(Replaces, **on_disk | {"host_memory": Replaces.LARGE_BYTES + 10 * SLOT})
+    pair = make_pair(replaces, **on_disk | {"host_memory": LARGE_BYTES + 10 * SLOT})
     pair.train(1)
     pilot, told = pair.session._parts.executor.pilot, dict[str, int]()
 
@@ -123,21 +120,19 @@ def test_the_guard_is_told_of_what_takes_the_place_of_something_that_is_gone(
 
     monkeypatch.setattr(HostRoom, "excess_bytes", excess_bytes)
     pair.train(1, first=1)
-    assert told["forward first.weight"] >= Replaces.LARGE_BYTES
-    assert told["forward second.weight"] >= Replaces.LARGE_BYTES
-    assert max(told[name] for name in told if "backward" in name) < Replaces.LARGE_BYTES
+    assert told["forward first.weight"] >= LARGE_BYTES
+    assert told["forward second.weight"] >= LARGE_BYTES
+    assert max(told[name] for name in told if "backward" in name) < LARGE_BYTES
 
 
 @pytest.mark.parametrize(("is_exceeded", "arriving_bytes"), [(False, 3 * SLOT), (True, SLOT)])
 def test_near_the_bound_the_guard_is_told_of_pages_that_are_to_come_and_not_of_those_that_have(
     is_exceeded: bool,
     arriving_bytes: int,
-    make_pair: MakePair,
-    on_disk: dict[str, Any],
+    disk_pair: Pair,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pair = make_pair(**on_disk)
-    pair.train(1)
+    disk_pair.train(1)
     told = list[int]()
 
     def told_without_transfers(self: HostRoom, growth_bytes: int) -> int:
@@ -148,27 +143,26 @@ def test_near_the_bound_the_guard_is_told_of_pages_that_are_to_come_and_not_of_t
     monkeypatch.setattr(HostRoom, "is_exceeded_by", lambda self, growth_bytes: is_exceeded)
     monkeypatch.setattr(WorksUnderWay, "arriving_slots", 0)
     monkeypatch.setattr(WorksUnderWay, "arriving_bytes", lambda self: SLOT)
-    pair.train(1, first=1)
+    disk_pair.train(1, first=1)
     before, told[:] = list(told), []
     monkeypatch.setattr(WorksUnderWay, "arriving_slots", 3)
-    pair.train(1, first=2)
+    disk_pair.train(1, first=2)
     assert told == [growth + arriving_bytes for growth in before]
 
 
 def test_chunks_make_room_for_what_the_process_holds_beside_them(
-    make_pair: MakePair, on_disk: dict[str, Any], caplog: pytest.LogCaptureFixture
+    disk_pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = make_pair(**on_disk)
-    pair.train(1)
-    executor = pair.session._parts.executor
+    disk_pair.train(1)
+    executor = disk_pair.session._parts.executor
     executor.settle()
     executor.room._limits = (0, 0)  # whatever is there is too much
     with caplog.at_level(logging.WARNING, "patrickstar"):
-        pair.train(1, first=1)
-        pair.session.state_dict()["0.weight"]
+        disk_pair.train(1, first=1)
+        disk_pair.session.state_dict()["0.weight"]
     assert executor.store.state.slots_used[Tier.HOST] == 1
     assert "more than host_memory allows" in caplog.text
-    pair.expect_same()
+    disk_pair.expect_same()
 
 
 @pytest.mark.parametrize("slots", [4 * LAYERS, 6])

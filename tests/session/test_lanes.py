@@ -24,7 +24,7 @@ from patrickstar.plan.residency import Residency
 from patrickstar.testing.manual_lane import ManualLane
 from patrickstar.units import MIB
 from tests.lanes import LANES
-from tests.session.builders import EMULATED, MACHINES, MakePair, backward
+from tests.session.builders import EMULATED, MACHINES, MakePair, Pair, backward
 
 
 @pytest.mark.sampled
@@ -163,10 +163,9 @@ def test_after_an_interruption_steps_are_planned_again(
 @pytest.mark.sampled
 @pytest.mark.parametrize("number", [1, 4, 11])
 def test_an_interruption_between_a_wait_and_its_note_is_settled(
-    number: int, machine: dict[str, Any], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+    number: int, moving: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = make_pair(**machine)
-    pair.train(2)
+    moving.train(2)
     finish, waits = residency.finish, list[Sequence[Issue]]()
 
     def interrupted(state: Residency, works: Sequence[Issue]) -> None:
@@ -177,10 +176,10 @@ def test_an_interruption_between_a_wait_and_its_note_is_settled(
 
     monkeypatch.setattr(residency, "finish", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        backward(pair.model, number=2)
-    assert not pair.session._parts.executor.store.state.in_flight
-    pair.optimizer.zero_grad()
-    pair.train_same(2, first=2)
+        backward(moving.model, number=2)
+    assert not moving.session._parts.executor.store.state.in_flight
+    moving.optimizer.zero_grad()
+    moving.train_same(2, first=2)
 
 
 FILES = {module.__file__ for module in (arena, readiness, residency, store)}

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from patrickstar import StateError
 from tests.parity.compare import same_bits
-from tests.session.builders import EMULATED, MACHINES, SLOT, MakePair, assert_same, backward, mlp, train_step
+from tests.session.builders import EMULATED, MACHINES, SLOT, MakePair, Pair, assert_same, backward, mlp, train_step
 
 FIELDS = ("step", "exp_avg", "exp_avg_sq")
 
 
-def test_it_is_empty_before_the_first_step_as_in_torch(make_pair: MakePair) -> None:
+def test_it_is_empty_before_the_first_step_as_in_torch(pair: Pair) -> None:
     def look(model: nn.Module, optimizer: Any) -> list[Any]:
         weight = model[0].weight
         return [
@@ -32,25 +32,23 @@ def test_it_is_empty_before_the_first_step_as_in_torch(make_pair: MakePair) -> N
             optimizer.state is optimizer.state,
         ]
 
-    pair = make_pair()
     pair.same(look)
     assert dict(pair.optimizer.state[pair.model[0].weight]) == {}
 
 
-def test_after_a_step_it_has_torchs_keys_order_and_bits(make_pair: MakePair, machine: dict[str, Any]) -> None:
-    pair = make_pair(**machine)
-    pair.train(2)
-    ours, theirs = pair.optimizer.state, pair.plain_optimizer.state
-    assert [id(p) for p in ours] == [id(p) for p in pair.model.parameters()]
+def test_after_a_step_it_has_torchs_keys_order_and_bits(moving: Pair) -> None:
+    moving.train(2)
+    ours, theirs = moving.optimizer.state, moving.plain_optimizer.state
+    assert [id(p) for p in ours] == [id(p) for p in moving.model.parameters()]
     assert len(ours) == len(theirs)
-    for p, q in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+    for p, q in zip(moving.model.parameters(), moving.plain.parameters(), strict=True):
         assert p in ours
         assert set(ours[p]) == set(theirs[q]) == set(FIELDS)
         for key in FIELDS:
             assert (ours[p][key].shape, ours[p][key].dtype) == (theirs[q][key].shape, theirs[q][key].dtype)
             assert ours[p][key] is ours[p][key]
             assert same_bits(theirs[q][key], ours[p][key].clone())
-    assert pair.session._parts.binding.taken_bytes() == 0
+    assert moving.session._parts.binding.taken_bytes() == 0
     assert torch.equal(ours[p]["step"], torch.tensor(2.0))
 
 
@@ -172,16 +170,14 @@ def test_what_cannot_be_state_is_refused_in_words_and_changes_nothing(make_pair:
     ],
 )
 def test_a_whole_entry_that_is_wrong_is_refused_before_any_of_it_is_written(
-    make_pair: MakePair, entry: Mapping[str, Tensor]
+    trained: Pair, entry: Mapping[str, Tensor]
 ) -> None:
-    pair = make_pair()
-    pair.train(1)
     with pytest.raises(StateError, match=r"0\.weight"):
-        pair.optimizer.state[pair.model[0].weight] = entry
-    pair.train_same(1, first=1)
+        trained.optimizer.state[trained.model[0].weight] = entry
+    trained.train_same(1, first=1)
 
 
-def test_state_before_the_first_update_is_assigned_as_a_whole(make_pair: MakePair) -> None:
+def test_state_before_the_first_update_is_assigned_as_a_whole(pair: Pair) -> None:
     def begin(model: nn.Module, optimizer: Any) -> None:
         weight = model[0].weight
         optimizer.state[weight] = {
@@ -190,7 +186,6 @@ def test_state_before_the_first_update_is_assigned_as_a_whole(make_pair: MakePai
             "exp_avg_sq": torch.ones(32, 32),
         }
 
-    pair = make_pair()
     with pytest.raises(StateError, match="before the first update"):
         pair.optimizer.state[pair.model[0].weight]["exp_avg"] = torch.ones(32, 32)
     pair.each(begin)
@@ -198,15 +193,13 @@ def test_state_before_the_first_update_is_assigned_as_a_whole(make_pair: MakePai
     pair.train_same(2)
 
 
-def test_a_stranger_has_no_state(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.train(1)
+def test_a_stranger_has_no_state(trained: Pair) -> None:
     stranger = mlp()[0].weight
-    assert stranger not in pair.optimizer.state
+    assert stranger not in trained.optimizer.state
     with pytest.raises(KeyError, match="no parameter"):
-        _ = pair.optimizer.state[stranger]
+        _ = trained.optimizer.state[stranger]
     with pytest.raises(KeyError, match="no parameter"):
-        pair.optimizer.state[stranger] = {}
+        trained.optimizer.state[stranger] = {}
 
 
 LETS_GO: list[Callable[[Any, Tensor], None]] = [
@@ -231,15 +224,13 @@ def test_a_state_that_was_let_go_is_refused_by_name(make_pair: MakePair, let_go:
             pair.optimizer.state[weight]["exp_avg"] = stale
 
 
-def test_a_state_kept_over_a_checkpoint_that_is_loaded_shows_that(make_pair: MakePair, tmp_path: Any) -> None:
-    pair = make_pair()
-    pair.train(1)
-    weight = pair.model[0].weight
-    average = pair.optimizer.state[weight]["exp_avg"]
+def test_a_state_kept_over_a_checkpoint_that_is_loaded_shows_that(trained: Pair, tmp_path: Any) -> None:
+    weight = trained.model[0].weight
+    average = trained.optimizer.state[weight]["exp_avg"]
     want = average.clone()
-    pair.session.save_checkpoint(tmp_path)
-    pair.train(1, first=1)
+    trained.session.save_checkpoint(tmp_path)
+    trained.train(1, first=1)
     assert not same_bits(want, average.clone())
-    pair.session.load_checkpoint(tmp_path)
+    trained.session.load_checkpoint(tmp_path)
     assert same_bits(want, average.clone())
-    assert pair.optimizer.state[weight]["step"].item() == 1
+    assert trained.optimizer.state[weight]["step"].item() == 1

@@ -69,10 +69,7 @@ def test_updates_are_part_of_the_next_forward_in_the_order_in_which_it_needs_the
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("zero", ["optimizer", "model", "by hand", "before backward", "never"])
-def test_gradients_that_are_let_go_of_are_not_written_back_and_others_stay(
-    zero: str, machine: dict[str, Any], make_pair: MakePair
-) -> None:
-    pair = make_pair(**machine)
+def test_gradients_that_are_let_go_of_are_not_written_back_and_others_stay(zero: str, moving: Pair) -> None:
 
     def step(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
         loss = model(batch(number)).square().mean()
@@ -90,13 +87,15 @@ def test_gradients_that_are_let_go_of_are_not_written_back_and_others_stay(
         return loss.detach().clone()
 
     for number in range(5):
-        pair.same(step, number)
-        assert len(pending_of(pair).waiting) == LAYERS, "nothing has looked at the model"
-        assert len(pending_of(pair).frees) == (0 if zero in ("before backward", "never") else LAYERS)
-    assert len([entry for entry in woven_updates(pair) if entry is not None]) == LAYERS
+        moving.same(step, number)
+        assert len(pending_of(moving).waiting) == LAYERS, "nothing has looked at the model"
+        assert len(pending_of(moving).frees) == (0 if zero in ("before backward", "never") else LAYERS)
+    assert len([entry for entry in woven_updates(moving) if entry is not None]) == LAYERS
     # That gradients go in the middle of a step has to be seen once.
-    assert pair.session.stats().planned_steps == (4 if zero == "before backward" else 5), pair.session.stats().reason
-    pair.expect_same()
+    assert moving.session.stats().planned_steps == (4 if zero == "before backward" else 5), (
+        moving.session.stats().reason
+    )
+    moving.expect_same()
 
 
 LOOKS: dict[str, Callable[[Pair, Path], Any]] = {
@@ -169,12 +168,9 @@ def test_an_error_of_the_user_in_the_middle_of_a_forward_loses_no_update(pending
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("zero", [False, True])
-def test_a_forward_that_is_left_half_way_and_a_step_after_it(
-    zero: bool, machine: dict[str, Any], make_pair: MakePair
-) -> None:
-    pair = make_pair(**machine)
-    pair.train(2)
-    for model, optimizer in ((pair.plain, pair.plain_optimizer), (pair.model, pair.optimizer)):
+def test_a_forward_that_is_left_half_way_and_a_step_after_it(zero: bool, moving: Pair) -> None:
+    moving.train(2)
+    for model, optimizer in ((moving.plain, moving.plain_optimizer), (moving.model, moving.optimizer)):
         backward(model, number=2)
         optimizer.step()
         hidden = model[0](batch(3))  # a module alone: a forward that nobody knows
@@ -183,7 +179,7 @@ def test_a_forward_that_is_left_half_way_and_a_step_after_it(
         if zero:
             optimizer.zero_grad()
         finish(hidden.square().mean(), optimizer)
-    pair.train_same(2, first=4)
+    moving.train_same(2, first=4)
 
 
 @pytest.mark.parametrize("where", ["forward", "state"])
@@ -219,9 +215,7 @@ def test_an_interruption_before_the_lane_knows_of_an_update_leaves_it_pending(
 class Skips(Layers):
     """Layers, of which the user may have one left out."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.skipped: int | None = None
+    skipped: int | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, layer in enumerate(self.layers):

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import patrickstar
 from patrickstar import StateError
 from patrickstar.tracing.seen_operations import shown_to
+from tests.composed import Composed
 from tests.parity.compare import same_bits
 from tests.session.builders import adamw, assert_same, expect_bits, finish, seeded, values
 from tests.session.random_parts import Default, Silent
@@ -52,19 +53,15 @@ def managed() -> Iterator[nn.Sequential]:
 # views of a weight that autograd saves
 
 
-class Spectral(nn.Module):
+def spectral(use: Forward) -> nn.Module:
     """A real weight that is used as a complex one, by a function of it."""
-
-    def __init__(self, use: Forward) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(8, 8)
-        self.odd = nn.Parameter(torch.randn(3))  # so that the weight does not begin where its unit does
-        self.weight = nn.Parameter(torch.randn(3, 2))
-        self.use = use
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.use(self, self.first(x)).square().sum() + self.odd.sum()
+    torch.manual_seed(0)
+    return Composed(
+        lambda model, x: use(model, model.first(x)).square().sum() + model.odd.sum(),
+        first=nn.Linear(8, 8),
+        odd=nn.Parameter(torch.randn(3)),  # so that the weight does not begin where its unit does
+        weight=nn.Parameter(torch.randn(3, 2)),
+    )
 
 
 VIEWS: dict[str, Forward] = {
@@ -87,9 +84,8 @@ def test_a_view_of_a_weight_keeps_its_traits_until_backward(make_pair: MakePair,
         return finish(model(inputs(number)), optimizer)
 
     for tight in ({"device": "cpu"}, {"device": "emulated", "device_memory": "64KiB"}):
-        pair = make_pair(lambda: Spectral(use), with_options={"chunk_size": 1024}, **tight)
-        for number in range(3):
-            assert same_bits(*pair.each(step, number))
+        pair = make_pair(lambda: spectral(use), with_options={"chunk_size": 1024}, **tight)
+        pair.train(3, by=step)
         expect_bits(pair.plain.state_dict(), dict(pair.session.state_dict()))
 
 
@@ -380,20 +376,15 @@ TEXTS: dict[str, Callable[[nn.Module], str]] = {
 }
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.weight = nn.Parameter(torch.randn(3, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:, :3] @ self.weight * self.scale
+def scaled() -> nn.Module:
+    torch.manual_seed(0)
+    scale, weight = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(3, 3))
+    return Composed(lambda model, x: x[:, :3] @ model.weight * model.scale, scale=scale, weight=weight)
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 def test_what_is_printed_is_what_pytorch_prints(make_pair: MakePair, text: Callable[[nn.Module], str]) -> None:
-    pair = make_pair(Scaled, device="emulated", device_memory="1MiB")
+    pair = make_pair(scaled, device="emulated", device_memory="1MiB")
     pair.each(lambda model, _: model(inputs()).sum().backward())
     pair.same(lambda model, _: text(model))
     with pytest.raises(TypeError):  # as of a plain parameter
@@ -424,7 +415,7 @@ def test_an_offset_of_storage_counts_from_the_start_of_the_parameter(make_pair: 
             *(torch.zeros(0) if p.grad is None else p.grad.clone() for p in model.parameters()),
         ]
 
-    pair = make_pair(Scaled, device="emulated", device_memory="1MiB")
+    pair = make_pair(scaled, device="emulated", device_memory="1MiB")
     assert all(map(same_bits, *pair.each(act)))
     with pytest.raises(StateError, match="clone"):
         pair.model.weight.as_strided_scatter(torch.zeros(2), (2,), (1,), 3)
@@ -475,27 +466,17 @@ def test_what_is_computed_of_an_input_of_a_class_is_of_that_class(make_pair: Mak
     assert names == theirs
 
 
-class Drifting(nn.Module):
-    """A weight that each run of a checkpointed block changes, of which backward needs nothing but the weight itself."""
-
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(8, 8))
-        self.reentrant = reentrant
-
-    def block(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.mul_(0.75)
-        return x + self.weight.square().mean()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x.requires_grad_(), use_reentrant=self.reentrant)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_block_that_saves_nothing_but_weights_is_recomputed(make_pair: MakePair, reentrant: bool) -> None:
-    pair = make_pair(lambda: Drifting(reentrant=reentrant), device="cpu")
+    """Each run changes a weight, of which backward needs nothing but the weight itself."""
+
+    def block(model: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model.weight.mul_(0.75)
+        return x + model.weight.square().mean()
+
+    run = lambda model, x: checkpoint(block, model, x.requires_grad_(), use_reentrant=reentrant)
+    pair = make_pair(seeded(lambda: Composed(run, weight=nn.Parameter(torch.randn(8, 8)))), device="cpu")
 
     def act(model: nn.Module, optimizer: Any) -> Tensor:
         model(inputs()).sum().backward()
@@ -545,14 +526,13 @@ def test_torch_chooses_the_same_formulas_in_a_measured_step(
     """Under a dispatch mode it would take every tensor for one without a storage."""
     seen: list[int] = []
 
-    def act(model: nn.Module, optimizer: Any) -> Tensor:
+    def act(model: nn.Module, optimizer: Any, _: int) -> Tensor:
         loss = formula(model(inputs()), inputs(1)).sum()
         seen.append(len(shown_to()))
         return finish(loss, optimizer)
 
     pair = make_pair(lambda: nn.Sequential(*stack(), Hidden()), **machine)
-    for _ in range(3):
-        assert same_bits(*pair.each(act))
+    pair.train(3, by=act)
     assert_same(pair.plain, pair.plain_optimizer, pair.session)
     assert any(seen), "no meter was on, which shows nothing"
 

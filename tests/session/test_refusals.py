@@ -12,6 +12,7 @@ from torch import nn
 
 import patrickstar
 from patrickstar import ConfigError, DeviceError, LayoutError, StateError
+from tests.composed import Composed
 from tests.session.builders import EMULATED, adamw, expect_bits, is_ordinary, managed, mlp, options, train_step, values
 
 
@@ -211,15 +212,8 @@ def test_a_model_that_cannot_be_laid_out_is_refused_by_parameter(make: Callable[
 
 
 def test_a_sparse_gradient_that_nobody_announced_is_refused_when_it_arrives() -> None:
-    class Lookup(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.randn(16, 8))
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.embedding(tokens, self.table, sparse=True)
-
-    model = Lookup()
+    look_up = lambda model, tokens: torch.nn.functional.embedding(tokens, model.table, sparse=True)
+    model = Composed(look_up, table=nn.Parameter(torch.randn(16, 8)))
     with managed(model) as session:
         before = values(model)
         with pytest.raises((LayoutError, StateError), match="table.*sparse"):

@@ -22,6 +22,7 @@ from patrickstar.step.overflow import overflow_bytes
 from patrickstar.step.precision import find_precision
 from patrickstar.step.resources import Resources, uncounted_settings
 from patrickstar.units import GIB, MIB, format_bytes
+from tests.composed import Composed
 
 HAS = Resources(
     device="cuda:0",
@@ -85,17 +86,9 @@ def test_the_command_line_takes_the_type_that_the_machine_is_fast_in(has: Resour
 
 def test_weights_that_are_nowhere_are_no_memory_to_take_over() -> None:
     """A model on `meta` has the forecast of the same model in memory, but for what it frees when it is taken over."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers(x).square().mean()
-
     with torch.device("meta"):
-        model = Model()
+        layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    model = Composed(lambda model, x: model.layers(x).square().mean(), layers=layers)
     # 4 MiB of weights are no part of what is free: 16 bytes a parameter fit 80 % of 22 MiB, and not of 18.
     batch = {"x": torch.zeros(1, 512)}
     for free, fits in ((22 * MIB, True), (18 * MIB, False)):

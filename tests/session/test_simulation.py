@@ -190,8 +190,7 @@ def test_the_peaks_and_moves_reported_are_those_simulated(make_pair: MakePair, m
         assert after.peak[tier.label] == max(simulated, before.peak[tier.label]), tier
 
 
-def test_plan_and_trace_are_those_of_the_last_training_step(make_pair: MakePair) -> None:
-    pair = make_pair()
+def test_plan_and_trace_are_those_of_the_last_training_step(pair: Pair) -> None:
     assert pair.session.plan is None
     assert pair.session.trace is None
     pair.train(4)
@@ -271,14 +270,13 @@ class Decisions:
 
 
 def test_reactive_steps_move_what_the_pilot_decided_and_nothing_else(
-    make_pair: MakePair, machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    moving: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Move by move: forwards of which only a part runs, an evaluation in between, a backward for some parameters only."""
-    pair = make_pair(**machine)
-    store = store_of(pair.session)
+    store = store_of(moving.session)
     store.keep_log = True
-    decisions = Decisions(pair.session, monkeypatch)
-    moved_before = dict(pair.session.stats().moved)
+    decisions = Decisions(moving.session, monkeypatch)
+    moved_before = dict(moving.session.stats().moved)
 
     def depart(model: Any, optimizer: Any, number: int) -> torch.Tensor:
         loss = model[: 4 + 2 * number](batch(number)).square().mean()
@@ -291,8 +289,8 @@ def test_reactive_steps_move_what_the_pilot_decided_and_nothing_else(
         optimizer.zero_grad()
         return loss.detach().clone()
 
-    pair.train(3, by=depart)
-    stats = pair.session.stats()
+    moving.train(3, by=depart)
+    stats = moving.session.stats()
     assert stats.reactive_steps >= 2, "the third may go by what has been measured of the second"
     assert store.log == decisions.actions
     assert len(store.log) > 50
@@ -302,7 +300,7 @@ def test_reactive_steps_move_what_the_pilot_decided_and_nothing_else(
         ends = letters[link[0]], letters[link[2]]
         slots = sum(a.slots for a in store.log if is_copy(a) and (a.src, a.work.tier) == ends)
         assert stats.moved[link] - moved_before[link] == slots * slot_bytes, link
-    pair.expect_same()
+    moving.expect_same()
 
 
 # the zoo

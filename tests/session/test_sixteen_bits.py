@@ -204,12 +204,10 @@ def test_weights_compute_in_their_own_type_where_the_processor_is_fast_in_it(
         assert {parameter.dtype for parameter in model.parameters()} == {own if is_fast else torch.float32}
 
 
-class Products(nn.Module):
+class Products(Layers):
     """Uses several weights in one operation, beside an activation that may grow."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.extra = mlp(), 16
+    extra = 16
 
     def forward(self, x: Tensor) -> Tensor:
         extra = torch.ones(self.extra)

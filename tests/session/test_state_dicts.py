@@ -21,6 +21,7 @@ from tests.session.builders import (
     SLOT,
     TIGHT,
     MakePair,
+    Pair,
     adamw,
     backward,
     expect_bits,
@@ -59,11 +60,9 @@ def test_a_state_dict_is_what_plain_pytorch_has(
     pair.expect_same()
 
 
-def test_a_state_dict_is_not_the_master(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.train(1)
-    pair.session.state_dict()["0.weight"].fill_(7)
-    pair.expect_same()
+def test_a_state_dict_is_not_the_master(trained: Pair) -> None:
+    trained.session.state_dict()["0.weight"].fill_(7)
+    trained.expect_same()
 
 
 WRITERS: dict[str, tuple[Callable[..., None], Callable[[Path], dict[str, Any]]]] = {
@@ -106,17 +105,15 @@ def test_transformers_saves_a_managed_model_as_it_is_or_refuses(tmp_path: Path, 
     expect_bits(want, values(type(model).from_pretrained(tmp_path)))
 
 
-def test_the_whole_model_is_pickled_as_an_ordinary_one(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.train(1)
+def test_the_whole_model_is_pickled_as_an_ordinary_one(trained: Pair) -> None:
     file = io.BytesIO()
-    torch.save(pair.model, file)
+    torch.save(trained.model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     assert is_ordinary(loaded)
-    expect_bits(values(pair.plain), values(loaded))
+    expect_bits(values(trained.plain), values(loaded))
     backward(loaded)
-    pair.train_same(1, first=1)
+    trained.train_same(1, first=1)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +132,7 @@ def test_a_state_dict_of_another_model_is_loaded(make_pair: MakePair, of: str, i
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_a_state_dict_of_another_type_is_rounded_as_copy_does(make_pair: MakePair, dtype: torch.dtype) -> None:
-    pair = make_pair()
+def test_a_state_dict_of_another_type_is_rounded_as_copy_does(pair: Pair, dtype: torch.dtype) -> None:
     other = {name: tensor.to(dtype) for name, tensor in mlp(9).state_dict().items()}
     pair.plain.load_state_dict(other)
     pair.session.load_state_dict(other)
@@ -153,19 +149,16 @@ def test_a_state_dict_of_another_type_is_rounded_as_copy_does(make_pair: MakePai
     ids=["missing", "unexpected", "shape"],
 )
 def test_a_state_dict_of_another_model_is_refused_before_anything_has_changed(
-    make_pair: MakePair, spoil: Callable[[dict[str, Any]], None], says: str
+    trained: Pair, spoil: Callable[[dict[str, Any]], None], says: str
 ) -> None:
-    pair = make_pair()
-    pair.train(1)
     other = dict(mlp(9).state_dict())
     spoil(other)
     with pytest.raises(ConfigError, match=says):
-        pair.session.load_state_dict(other)
-    pair.expect_same()
+        trained.session.load_state_dict(other)
+    trained.expect_same()
 
 
-def test_the_models_own_loading_reports_as_in_pytorch(make_pair: MakePair) -> None:
-    pair = make_pair()
+def test_the_models_own_loading_reports_as_in_pytorch(pair: Pair) -> None:
     with pytest.raises(RuntimeError, match=r"Missing key.*4\.weight"):
         pair.model.load_state_dict({name: p for name, p in mlp(9).state_dict().items() if name != "4.weight"})
     found = pair.model.load_state_dict({"0.bias": torch.ones(32)}, strict=False)
@@ -190,8 +183,7 @@ def test_the_optimizers_state_dict_is_torchs_and_goes_on_there(make_pair: MakePa
     expect_bits(values(pair.plain), values(plain))
 
 
-def test_a_state_dict_of_torchs_optimizer_is_loaded_and_goes_on_here(make_pair: MakePair) -> None:
-    pair = make_pair()
+def test_a_state_dict_of_torchs_optimizer_is_loaded_and_goes_on_here(pair: Pair) -> None:
     trained = mlp()
     optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-3, betas=(0.7, 0.9))
     train(trained, optimizer, 2)
@@ -203,8 +195,7 @@ def test_a_state_dict_of_torchs_optimizer_is_loaded_and_goes_on_here(make_pair: 
     pair.train_same(2, first=1)
 
 
-def test_a_state_without_updates_is_loaded_over_one_with(make_pair: MakePair) -> None:
-    pair = make_pair()
+def test_a_state_without_updates_is_loaded_over_one_with(pair: Pair) -> None:
     fresh = adamw(mlp()).state_dict()
     pair.train(2)
     pair.each(lambda model, optimizer: optimizer.load_state_dict(copy.deepcopy(fresh)))

@@ -19,6 +19,7 @@ from tests.session.builders import (
     MACHINES,
     ROOMY,
     MakePair,
+    Pair,
     adamw,
     backward,
     batch,
@@ -28,7 +29,7 @@ from tests.session.builders import (
     mlp,
     options,
     tied,
-    train_step,
+    train,
     values,
 )
 
@@ -117,17 +118,14 @@ def test_a_deep_copy_is_an_ordinary_model(make_pair: MakePair) -> None:
     pair.train_same(2, first=1)
 
 
-def test_a_deep_copy_can_be_managed_itself(make_pair: MakePair) -> None:
-    pair = make_pair()
-    pair.train(1)
-    copied = copy.deepcopy(pair.model)
-    plain = copy.deepcopy(pair.plain)
+def test_a_deep_copy_can_be_managed_itself(trained: Pair) -> None:
+    copied = copy.deepcopy(trained.model)
+    plain = copy.deepcopy(trained.plain)
     oracle = adamw(plain)
     with managed(copied) as session:
-        for number in range(2):
-            assert same_bits(train_step(plain, oracle, number), train_step(copied, session.optimizer, number))
+        assert same_bits(train(plain, oracle, 2), train(copied, session.optimizer, 2))
         expect_bits(plain.state_dict(), dict(session.state_dict()))
-    pair.train_same(1, first=1)
+    trained.train_same(1, first=1)
 
 
 # without an optimizer

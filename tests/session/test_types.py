@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 import patrickstar
+from tests.composed import Composed
 from tests.parity.compare import same_bits
 from tests.session.builders import (
     EMULATED,
     ROOMY,
     Layers,
     MakePair,
+    Pair,
     adamw,
     assert_same,
     batch,
@@ -143,8 +145,7 @@ def test_an_input_that_needs_no_cast_is_the_very_same_object(make_pair: MakePair
     assert seen[-1] is inputs
 
 
-def test_gradients_reach_inputs_through_the_cast(make_pair: MakePair) -> None:
-    pair = make_pair()
+def test_gradients_reach_inputs_through_the_cast(pair: Pair) -> None:
     inputs = [batch().double().requires_grad_() for _ in range(2)]
     pair.plain(inputs[0].float()).sum().backward()
     pair.model(inputs[1]).sum().backward()
@@ -244,13 +245,6 @@ def test_parameters_that_share_memory_without_being_one_are_refused() -> None:
 
 @pytest.mark.parametrize("shape", [(), (1,), (0, 4), (5, 1, 3)])
 def test_odd_shapes(make_pair: MakePair, shape: tuple[int, ...]) -> None:
-    class Odd(Layers):
-        def __init__(self) -> None:
-            super().__init__()
-            self.odd = nn.Parameter(torch.ones(shape))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers(x) * (1 + self.odd.sum())
-
-    pair = make_pair(Odd)
+    run = lambda model, x: model.layers(x) * (1 + model.odd.sum())
+    pair = make_pair(lambda: Composed(run, layers=mlp(), odd=nn.Parameter(torch.ones(shape))))
     pair.train_same(2)

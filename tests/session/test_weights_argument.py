@@ -17,6 +17,7 @@ import patrickstar
 from patrickstar import CheckpointError, ConfigError
 from patrickstar.checkpoint.weight_files import WeightFiles
 from patrickstar.session.loading import Loading
+from tests.composed import Composed
 from tests.session.builders import EMULATED, adamw, assert_same, expect_bits, is_ordinary, mlp, options, train, values
 
 
@@ -35,23 +36,12 @@ def others(tmp_path: Path) -> Path:
     return save(tmp_path / "model.safetensors", mlp(7).state_dict())
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(9, 32)
-        self.norm = nn.BatchNorm1d(32)
-        self.head = nn.Linear(32, 9, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("sixteen", torch.arange(3).half())
-        self.register_buffer("mine", torch.arange(3.0), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.embed(x)))
-
-
-def tied(seed: int) -> Tied:
+def tied(seed: int) -> Any:
     torch.manual_seed(seed)
-    model = Tied()
+    embed, norm, head = nn.Embedding(9, 32), nn.BatchNorm1d(32), nn.Linear(32, 9, bias=False)
+    head.weight = embed.weight
+    buffers = {"sixteen": nn.Buffer(torch.arange(3).half()), "mine": nn.Buffer(torch.arange(3.0), persistent=False)}
+    model: Any = Composed(lambda m, x: m.head(m.norm(m.embed(x))), embed=embed, norm=norm, head=head, **buffers)
     with torch.no_grad():
         for buffer in (model.norm.running_mean, model.norm.running_var, model.norm.num_batches_tracked, model.sixteen):
             buffer.add_(seed)

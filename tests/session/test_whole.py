@@ -24,6 +24,7 @@ from tests.session.builders import (
     backward,
     batch,
     expect_bits,
+    finish,
     is_ordinary,
     loss_of,
     managed,
@@ -197,18 +198,14 @@ LEARNS = {
 
 
 @pytest.mark.parametrize("kind", LEARNS)
-def test_what_remembers_its_runs_remembers_no_trial_run(kind):
+def test_what_remembers_its_runs_remembers_no_trial_run(kind, make_pair):
     """A script has other bits from its second run on; a cached weight is found by the module that was copied."""
-    torch.manual_seed(0)
-    plain = LEARNS[kind]()
-    torch.manual_seed(0)
-    model = LEARNS[kind]()
-    optimizer = adamw(plain)
-    with patrickstar.manage(model, adamw(model)) as session:
-        for first, second in ((plain, optimizer), (model, session.optimizer)):
-            with cached() if "cached" in kind else nullcontext():
-                [one_step(first, second, number) for number in range(3)]
-        assert all(map(torch.equal, plain.parameters(), model.parameters()))
+
+    def act(model, optimizer):
+        with cached() if "cached" in kind else nullcontext():
+            return [one_step(model, optimizer, number) for number in range(3)]
+
+    make_pair(seeded(LEARNS[kind]), device="cpu").same(act)
 
 
 CHANGES = {
@@ -232,8 +229,7 @@ def test_models_that_were_changed_before_train_with_the_same_bits(change, step, 
 
 
 def test_a_parameter_has_a_storage_of_its_own_that_does_not_move():
-    model = build()
-    with patrickstar.manage(model, torch.optim.AdamW(model.parameters())) as session:
+    with patrickstar.manage(model := build(), torch.optim.AdamW(model.parameters())) as session:
         before = [parameter.data_ptr() for parameter in model.parameters()]
         assert [parameter.untyped_storage().nbytes() for parameter in model.parameters()] == [
             parameter.nbytes for parameter in model.parameters()
@@ -275,8 +271,7 @@ NOT_TAKEN = {
 
 @pytest.mark.parametrize("says", NOT_TAKEN)
 def test_memory_that_cannot_be_taken_over_is_refused_before_anything_is_computed(says):
-    model = build()
-    with patrickstar.manage(model, adamw(model)) as session:
+    with patrickstar.manage(model := build(), adamw(model)) as session:
         one_step(model, session.optimizer, 1)
         values = {name: value.clone() for name, value in model.state_dict().items()}
         data = {name: parameter.data for name, parameter in model.named_parameters()}
@@ -290,15 +285,9 @@ def test_memory_that_cannot_be_taken_over_is_refused_before_anything_is_computed
         assert all(torch.equal(value, session.state_dict()[name]) for name, value in values.items())
 
 
-def test_a_parameter_without_elements_is_an_ordinary_one():
-    plain, model = (nn.Sequential(nn.Linear(4, 0), nn.Linear(0, 4)) for _ in range(2))
-    model.load_state_dict(plain.state_dict())
-    optimizer = adamw(plain)
-    with patrickstar.manage(model, adamw(model)) as session:
-        for each, steps in ((plain, optimizer), (model, session.optimizer)):
-            each(torch.ones(2, 4)).square().sum().backward()
-            steps.step()
-    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+def test_a_parameter_without_elements_is_an_ordinary_one(make_pair):
+    build = seeded(lambda: nn.Sequential(nn.Linear(4, 0), nn.Linear(0, 4)))
+    make_pair(build, device="cpu").same(lambda *both: finish(both[0](torch.ones(2, 4)).square().sum(), both[1]))
 
 
 def test_a_view_that_outlives_the_session_keeps_its_values():
@@ -311,8 +300,7 @@ def test_a_view_that_outlives_the_session_keeps_its_values():
 
 
 def test_a_sparse_gradient_is_refused_before_anything_changes():
-    model = build()
-    with patrickstar.manage(model, torch.optim.AdamW(model.parameters())) as session:
+    with patrickstar.manage(model := build(), torch.optim.AdamW(model.parameters())) as session:
         before = [parameter.detach().clone() for parameter in model.parameters()]
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -323,8 +311,7 @@ def test_a_sparse_gradient_is_refused_before_anything_changes():
 
 
 def test_a_second_session_over_the_model_or_a_part_of_it_is_refused():
-    model = build()
-    with patrickstar.manage(model, torch.optim.AdamW(model.parameters())):
+    with patrickstar.manage(model := build(), torch.optim.AdamW(model.parameters())):
         for part in (model, nn.Sequential(model), model.first):
             with pytest.raises(StateError, match="managed already, by <Session of Model"):
                 patrickstar.manage(part, torch.optim.AdamW(part.parameters()))

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import patrickstar
 from patrickstar import StateError
 from patrickstar.session.forecast import forecast
+from tests.composed import Composed
 from tests.session.builders import adamw, assert_same, backward, batch, finish, loss_of, mlp, options, train_step
 from tests.session.test_whole import ROOMY
 
@@ -40,7 +41,7 @@ def test_a_gradient_is_there_for_hooks_of_users_and_gone_before_the_next_one_com
         lambda _: there.append([type(p.grad) is torch.Tensor for p in pair.model.parameters()])
     )
 
-    def gradients(model, optimizer):
+    def gradients(model, optimizer, _):
         seen = []
         handles = [
             p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone())) for p in model.parameters()
@@ -50,8 +51,7 @@ def test_a_gradient_is_there_for_hooks_of_users_and_gone_before_the_next_one_com
             handle.remove()
         return seen
 
-    for _ in range(2):
-        pair.same(gradients)
+    pair.train(2, by=gradients)
     assert there == [[True] + [False] * 11] * 2
     assert pair.session.stats().binding == "whole"
     assert "grad" not in pair.session.stats().model_data
@@ -127,7 +127,7 @@ WAITS = {
 def test_a_gradient_waits_for_the_end_of_the_backward_where_it_must_and_nowhere_else(way, make):
     pair, waited = make(lambda: Other(way)), set()
 
-    def step(model, optimizer):
+    def step(model, optimizer, _):
         x = batch().requires_grad_()
         if model is pair.model:  # the gradient of the input is the last that comes
             named = model.named_parameters
@@ -135,8 +135,7 @@ def test_a_gradient_waits_for_the_end_of_the_backward_where_it_must_and_nowhere_
         torch.manual_seed(0)
         return [finish(model(x * 1).square().sum(), optimizer), x.grad]
 
-    for _ in range(3):
-        pair.same(step)
+    pair.train(3, by=step)
     everything = set(dict(pair.model.named_parameters())) if way.startswith("by") else set()
     assert waited == WAITS.get(way, everything)
     assert pair.session.stats().binding == "whole"
@@ -202,14 +201,13 @@ def test_after_the_backward_parameters_are_ordinary_ones_again(make):
 
 
 def test_views_that_anybody_holds_keep_their_values_until_the_backward_ends(make):
-    def step(model, optimizer):
+    def step(model, optimizer, _):
         x = batch().requires_grad_()
         # Whose backward is the last, and sees no change of a weight that was used through `.data`.
         return [finish(model(linear(x, model[0].weight.data)).square().sum(), optimizer), x.grad]
 
     pair = make()
-    for _ in range(3):
-        pair.same(step)
+    pair.train(3, by=step)
 
 
 def test_a_graph_that_is_kept_is_used_again_only_after_a_step_as_in_pytorch(make):
@@ -254,7 +252,7 @@ ZEROED = {
 def test_gradients_are_zeroed_however_it_is_done(how, first, make):
     pair = make()
 
-    def step(model, optimizer):
+    def step(model, optimizer, _):
         loss = loss_of(model)
         if first:
             ZEROED[how](model, optimizer)
@@ -265,8 +263,7 @@ def test_gradients_are_zeroed_however_it_is_done(how, first, make):
             if model is pair.model:
                 assert all(parameter.grad is None for parameter in model.parameters())
 
-    for _ in range(3):
-        pair.same(step)
+    pair.train(3, by=step)
 
 
 USES = {
@@ -318,7 +315,7 @@ def test_a_gradient_assigned_after_the_backward_is_refused_at_the_step(make):
 
 
 def test_a_gradient_of_the_users_own_is_added_to_and_used_at_the_step_and_left(make):
-    def step(model, optimizer):
+    def step(model, optimizer, _):
         model[2].bias.grad = torch.ones(32)
         use_gradients(model, optimizer)
         left = model[2].bias.grad.clone()
@@ -326,8 +323,7 @@ def test_a_gradient_of_the_users_own_is_added_to_and_used_at_the_step_and_left(m
         return left
 
     pair = make()
-    for _ in range(2):
-        pair.same(step)
+    pair.train(2, by=step)
 
 
 def test_a_backward_that_raises_half_way_leaves_parameters_of_no_one_step(tmp_path, make):
@@ -385,18 +381,15 @@ def test_what_a_forecast_says_of_the_peak_is_what_is_taken(way, step, kind):
         assert session.stats().peak["host"] == found.peak["host"]
 
 
-class Apart(nn.Module):
+def apart():
     """The same layers, none of which is a block."""
 
-    def __init__(self):
-        super().__init__()
-        for number, layer in enumerate(mlp()[::2]):
-            self.add_module(f"layer{number}", layer)
-
-    def forward(self, x):
-        for layer in self.children():
+    def run(model, x):
+        for layer in model.children():
             x = nn.functional.gelu(layer(x))
         return x
+
+    return Composed(run, **{f"layer{number}": layer for number, layer in enumerate(mlp()[::2])})
 
 
 def test_from_the_first_forward_on_that_does_not_fit_gradients_are_used_as_ever(make):
@@ -407,7 +400,7 @@ def test_from_the_first_forward_on_that_does_not_fit_gradients_are_used_as_ever(
         optimizer.step()
         return loss.detach()
 
-    pair = make(Apart, **ROOMY)
+    pair = make(apart, **ROOMY)
     for rows, is_whole in ((4, True), (4, True), (96, False), (4, False)):
         pair.same(step, rows)
         assert (pair.session.stats().binding == "whole") is is_whole
@@ -417,7 +410,7 @@ def test_from_the_first_forward_on_that_does_not_fit_gradients_are_used_as_ever(
 
 
 def test_so_they_are_when_an_evaluation_comes_before_they_are_zeroed(make):
-    pair = make(Apart, **ROOMY)
+    pair = make(apart, **ROOMY)
     pair.same(use_gradients)
     with torch.no_grad():
         pair.same(lambda model, _: loss_of(model, rows=600))

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import patrickstar
 from patrickstar import StateError
-from tests.session.builders import MakePair, adamw, alike, batch, finish, mlp, options
+from tests.composed import Composed
+from tests.session.builders import MakePair, adamw, alike, batch, finish, mlp, options, seeded
 from tests.session.script import Script
 
 pytestmark = pytest.mark.whole
@@ -82,24 +83,18 @@ def test_whatever_torch_does_with_the_model_in_the_middle_of_a_training_has_the_
         assert session.stats().binding == "whole"
 
 
-class Checkpointed(nn.Module):
-    """Layers of which one is called twice, each time in a re-entrant checkpoint, or once."""
-
-    def __init__(self, times: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers, self.times = nn.ModuleList(nn.Linear(32, 32) for _ in range(3)), times
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[0](x)
-        for _ in range(self.times):
-            x = checkpoint(self.layers[1], x, use_reentrant=True).tanh()
-        return self.layers[2](x)
-
-
 @pytest.mark.parametrize(("times", "binding"), [(1, "whole"), (2, "gradients of 16 bits come in parts")])
 def test_gradients_that_come_in_parts_add_up_in_16_bits_first(times: int, binding: str) -> None:
-    with closing(Script("bf16", lambda: Checkpointed(times), device="emulated", device_memory="64MiB")) as script:
+    """Of the parameters of a layer that is called so many times, each time in a re-entrant checkpoint."""
+
+    def run(model: Any, x: Tensor) -> Any:
+        x = model.layers[0](x)
+        for _ in range(times):
+            x = checkpoint(model.layers[1], x, use_reentrant=True).tanh()
+        return model.layers[2](x)
+
+    build = seeded(lambda: Composed(run, layers=nn.ModuleList(nn.Linear(32, 32) for _ in range(3))))
+    with closing(Script("bf16", build, device="emulated", device_memory="64MiB")) as script:
         script.run("2[forward backward] grad(2) step zero train read")
         assert binding in script.session.stats().binding
 

@@ -23,6 +23,7 @@ from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.testing.faults import FaultyIO
 from patrickstar.testing.manual_lane import ManualLane
+from tests.composed import Composed
 from tests.lanes import LANES
 from tests.parity.zoo import CASES
 from tests.session.builders import (
@@ -48,7 +49,7 @@ from tests.session.builders import (
     values,
 )
 from tests.session.test_disk_tier import arm
-from tests.session.test_exceptions import Breaks, Fragile, trip_in_backward
+from tests.session.test_exceptions import Fragile, breaks, trip_in_backward
 from tests.session.test_pending_steps import LOOKS as LOOKS_BETWEEN
 
 APART = UpdateChoice(apart=True)
@@ -378,7 +379,7 @@ def test_a_parameter_that_leaves_its_group_is_updated_no_more(whole: MakePair) -
 @pytest.mark.parametrize("look", [False, True])
 @pytest.mark.parametrize(
     ("build", "updated", "not_yet"),
-    [(Fragile, r"layers\.10\.weight", "layers.0.weight"), (Breaks, r"second\.weight", "first.weight")],
+    [(Fragile, r"layers\.10\.weight", "layers.0.weight"), (breaks, r"second\.weight", "first.weight")],
     ids=["between chunks", "within a chunk"],
 )
 def test_a_backward_that_raises_asks_for_a_checkpoint_and_has_nothing_half_done(
@@ -391,7 +392,7 @@ def test_a_backward_that_raises_asks_for_a_checkpoint_and_has_nothing_half_done(
         pair.train(2)
         pair.session.save_checkpoint(tmp_path / str(choice))
         trip_in_backward(pair.model, None)
-        if choice is None and build is Breaks:
+        if choice is None and build is breaks:
             assert pair.session._parts.executor.pending, "the second layer's gradients wait for the first's"
         for call in (
             lambda: pair.model(batch()),
@@ -411,7 +412,7 @@ def test_a_backward_that_raises_asks_for_a_checkpoint_and_has_nothing_half_done(
 
 
 def test_what_waits_is_used_before_the_first_moment_that_the_plan_did_not_have(whole: MakePair) -> None:
-    pair = whole(Breaks)
+    pair = whole(breaks)
     pair.train(2)
     seen = []
 
@@ -531,25 +532,21 @@ def test_a_kernel_that_raises_leaves_weights_of_no_one_step_which_is_said(
     assert not open_gradients(pair)
 
 
-class Between(nn.Module):
+def between() -> nn.Module:
     """The gradient of one chunk has to wait, and comes between those of another, which is updated whole."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
-        self.between = nn.Linear(24, 24)
-        self.looks = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
+    def run(model: Any, x: torch.Tensor) -> Any:
+        x = model.first(x)
         with torch.no_grad():
-            self.between(x)
-        x = self.between(x)
-        if self.looks:
-            x.register_hook(lambda _: [self.first.bias.detach().sum()].clear())
-        out: torch.Tensor = self.last(x)
-        return out
+            model.between(x)
+        x = model.between(x)
+        if model.looks:
+            x.register_hook(lambda _: [model.first.bias.detach().sum()].clear())
+        return model.last(x)
+
+    torch.manual_seed(0)
+    ends = {"first": nn.Linear(WIDTH, 24), "last": nn.Linear(24, WIDTH)}
+    return Composed(run, **ends, between=nn.Linear(24, 24), looks=False)
 
 
 def step_for_inputs(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor | None:
@@ -560,7 +557,7 @@ def step_for_inputs(model: nn.Module, optimizer: Any, number: int) -> torch.Tens
 
 
 def on_the_host(whole: MakePair) -> Pair:
-    pair = whole(Between, device="cpu", device_memory=None)
+    pair = whole(between, device="cpu", device_memory=None)
     assert [part.chunk for name in ("first.bias", "last.bias") for part in pair.session.layout.parts(name)] == [0, 0]
     return pair
 

@@ -29,6 +29,7 @@ from patrickstar.tracing import trial_operations
 from patrickstar.tracing.missing import result_of
 from patrickstar.tracing.offline import OfflineTracer
 from patrickstar.tracing.trial_operations import TrialOperations
+from tests.composed import Composed
 
 WIDTH = 16
 
@@ -120,20 +121,12 @@ def test_a_number_in_the_memory_of_several_has_that_each_time() -> None:
         assert [loss.untyped_storage().nbytes() for loss in losses] == [24, 24]
 
 
-class Block(nn.Module):
-    """Layers around a forward of its own."""
-
-    def __init__(self, forward: Callable[[Block, Tensor], Any]) -> None:
-        super().__init__()
-        self.run = forward
-        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
-        self.first, self.second = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.run(self, x)
+def block_of(run: Callable[[Any, Tensor], Any]) -> Composed:
+    layers = {"first": nn.Linear(WIDTH, 24), "second": nn.Linear(24, WIDTH)}
+    return Composed(run, norm=nn.LayerNorm(WIDTH), drop=nn.Dropout(0.1), **layers)
 
 
-def mlp(block: Block, x: Tensor) -> Tensor:
+def mlp(block: Any, x: Tensor) -> Tensor:
     return x + block.drop(block.second(F.gelu(block.first(block.norm(x)))))
 
 
@@ -142,13 +135,13 @@ class Model(nn.Module):
 
     def __init__(
         self,
-        forward: Callable[[Block, Tensor], Any] = mlp,
-        call: Callable[[Block, Tensor], Tensor] = lambda block, x: block(x),
+        forward: Callable[[Any, Tensor], Any] = mlp,
+        call: Callable[[Any, Tensor], Tensor] = lambda block, x: block(x),
         count: int = 3,
     ) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-        self.blocks = nn.ModuleList(Block(forward) for _ in range(count))
+        self.blocks = nn.ModuleList(block_of(forward) for _ in range(count))
         self.call = call
 
     def forward(self, x: Tensor) -> Tensor:
@@ -217,7 +210,7 @@ def images() -> dict[str, Tensor]:
     return {"pixel_values": torch.zeros(2, 3, 16, 16), "labels": torch.zeros(2, dtype=torch.long)}
 
 
-def recomputes(*, use_reentrant: bool) -> Callable[[Block, Tensor], Tensor]:
+def recomputes(*, use_reentrant: bool) -> Callable[[Any, Tensor], Tensor]:
     return lambda block, x: checkpoint(block, x, use_reentrant=use_reentrant)
 
 
@@ -268,7 +261,7 @@ def test_the_trace_is_that_of_operations_that_are_all_left_to_torch(
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["use", "blocks"])
 @pytest.mark.parametrize("call", [lambda block, x: block(x), recomputes(use_reentrant=False)], ids=["", "recomputed"])
 def test_what_further_blocks_do_is_known(
-    call: Callable[[Block, Tensor], Tensor], in_blocks: bool, monkeypatch: pytest.MonkeyPatch
+    call: Callable[[Any, Tensor], Tensor], in_blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[Any] = []
     monkeypatch.setattr(
@@ -279,5 +272,5 @@ def test_what_further_blocks_do_is_known(
         left.clear()
         assert traced(Case(lambda count=count: Model(call=call, count=count)), in_blocks=in_blocks).moments
         counts.append(len(left))
-    parameters = 6 * len([*Block(mlp).parameters()])
+    parameters = 6 * len([*block_of(mlp).parameters()])
     assert counts[0] <= counts[1] <= counts[0] + parameters, "each of these lies elsewhere in its chunk"
