@@ -58,10 +58,10 @@ def what_trains_under_a_cap() -> str:
 
 
 def busy(load: list[float], cores: int) -> str:
-    """A warning where other programs ran: a contender keeps all cores busy by itself."""
+    """A warning where more may have run than a contender, which keeps all cores busy by itself."""
     if load[1] <= 1.5 * cores:
         return ""
-    return f" Other programs ran at the same time (load average {load[0]:.0f} to {load[1]:.0f}): do not compare seconds between rows."
+    return f" The load average was {load[0]:.1f} to {load[1]:.1f} on {cores} cores, of which a contender makes {cores}: compare seconds with care."
 
 
 def cap_cell(cell: Mapping[str, Any]) -> str:

@@ -287,7 +287,10 @@ def test_memory_that_cannot_be_taken_over_is_refused_before_anything_is_computed
 
 def test_a_parameter_without_elements_is_an_ordinary_one(make_pair):
     build = seeded(lambda: nn.Sequential(nn.Linear(4, 0), nn.Linear(0, 4)))
-    make_pair(build, device="cpu").same(lambda *both: finish(both[0](torch.ones(2, 4)).square().sum(), both[1]))
+    pair = make_pair(build, device="cpu")
+    for _ in range(2):
+        pair.same(lambda model, optimizer: finish(model(torch.ones(2, 4)).square().sum(), optimizer))
+        pair.each(lambda model, _: setattr(model[0].weight, "data", torch.empty(4, 0).t()))
 
 
 def test_a_view_that_outlives_the_session_keeps_its_values():

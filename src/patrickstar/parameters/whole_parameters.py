@@ -147,7 +147,7 @@ class WholeParameters:
             )
         if hasattr(value.untyped_storage(), "managed_by"):
             raise StateError(not_its_own(bound, f"{bound.name}.data was assigned a view of managed memory"))
-        if self._memory[bound]() is not None:
+        if bound in self._memory and self._memory[bound]() is not None:  # one without elements has none
             if evaluates:
                 return
             what = f"{bound.name}.data was assigned other memory, and something still has what it had (`backup = parameter.data`)"

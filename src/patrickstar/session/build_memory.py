@@ -35,9 +35,8 @@ def build_memory(setup: Setup, *, make_lane: MakeLane | None = None) -> ChunkSto
     state = resting_state(setup, clips=memory.max_grad_norm is not None)
     on_disk = {ref: state.unit_bytes(ref) for ref, tier in state.home.items() if tier is Tier.DISK}
     pool = None
-    if (
-        memory.disk is not None
-    ):  # what comes later may be all that rests there: gradients that have to wait, or are widened
+    # What comes later may be all that rests there: gradients that have to wait, or are widened.
+    if memory.disk is not None:
         pool = DiskPool(memory.disk, units=on_disk, budget_bytes=machine.budget[Tier.DISK])
     ledger = Ledger()
     for ref, tier in state.home.items():
