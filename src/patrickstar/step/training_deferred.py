@@ -92,13 +92,14 @@ class DeferredTraining(Training):
 
     def _take_norm(self, flags: Sequence[OverflowFlag]) -> Tensor:
         """The global norm of all gradients: 0-dim, fp32. `flags`: are read with it, so that the host waits for a device once."""
-        own, stay, norm, trace = dict(self.binding.gradients.owned()), self.binding.gradients.stay, None, Trace(())
+        own, stay, trace = dict(self.binding.gradients.owned()), self.binding.gradients.stay, Trace(())
         if not stay:
             trace = self.stretches.begin_norm(self.updates.planner.norm_trace(self.in_chunks.names))
             if own:  # which no trace has
                 with self.executor.room.making(self.updates.planner.norm_bytes):
                     self.executor.open()
         by_unit = {touch.ref: (touch,) for moment in trace.moments for touch in moment.touches}  # says on which tier
+        norm: GlobalNorm | None = None
         with self.executor.apart(), noticed_at("the norm of the gradients, which the step waits for"):
             for name in self.layout.slices:
                 if name in own:
