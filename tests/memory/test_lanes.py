@@ -204,6 +204,9 @@ def threads_of(name: str) -> list[threading.Thread]:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # that is what is done to them
+@pytest.mark.skipif(
+    sys.gettrace() is not None, reason="CPython 3.11 never goes on where it traces and another thread is to end"
+)
 @pytest.mark.parametrize("works", [1, 2])
 def test_a_thread_that_ends_while_it_waits_for_works_is_replaced(works: int) -> None:
     lane = ThreadLane("idle", works=works)
