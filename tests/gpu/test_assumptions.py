@@ -56,7 +56,7 @@ FRESH = """
 import torch, patrickstar
 from torch import nn
 model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
-session = patrickstar.manage(model, torch.optim.AdamW(model.parameters()), device="cuda", precision="fp32", device_memory="256MiB")
+session = patrickstar.manage(model, torch.optim.AdamW(model.parameters()), device="cuda", precision="fp32", device_memory="288MiB")
 for _ in range(3):
     model(torch.ones(2, 64, device="cuda")).square().mean().backward()
     session.optimizer.step()

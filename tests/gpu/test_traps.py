@@ -28,9 +28,9 @@ def over(address: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 @pytest.fixture
 def addresses(accelerator: Accelerator) -> Iterator[DeviceAddresses]:
-    """A range of 64 MiB, of which the first 32 MiB have memory."""
-    made = DeviceAddresses(64 * MIB, device=0)
-    made.map(0, 32 * MIB)
+    """A range of 96 MiB, of which the first 80 MiB have memory."""
+    made = DeviceAddresses(96 * MIB, device=0)
+    made.map(0, 80 * MIB)
     yield made
     torch.accelerator.synchronize()
     made.close()

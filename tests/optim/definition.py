@@ -26,7 +26,9 @@ class Definition:
             grad = exact_fma(weight, fp32(hyper.weight_decay), grad)
         exp_avg.copy_(self.average(exp_avg, grad, fp32(1 - hyper.beta1)))
         exp_avg_sq.copy_(self.square(exp_avg_sq, grad, fp32(hyper.beta2), fp32(1 - hyper.beta2)))
-        denominator = root(exp_avg_sq) / fp32(math.sqrt(1 - hyper.beta2**step)) + fp32(hyper.eps)
+        # A GPU would take the reciprocal of a number of the host's.
+        correction = torch.full((), fp32(math.sqrt(1 - hyper.beta2**step)), dtype=torch.float32, device=weight.device)
+        denominator = root(exp_avg_sq) / correction + fp32(hyper.eps)
         weight.add_((exp_avg * fp32(-hyper.lr / (1 - hyper.beta1**step))) / denominator)
 
     def average(self, exp_avg: Tensor, grad: Tensor, blend: float) -> Tensor:

@@ -9,8 +9,8 @@ A bf16 weight is the master rounded to the nearest, ties away from zero, and the
 need a seventeenth bit.) An fp16 weight is the master rounded to the nearest, ties to even, and the rest has 32 bits: below the smallest normal fp16
 each halving takes a bit from the weight. A rest of zero is the weight itself as the master.
 
-A master that is NaN becomes the NaN that torch makes, with its sign. One above the largest weight rounds to infinity, as rounding does, and is a
-finite master again when joined.
+A master that is NaN becomes the NaN that torch makes, in bf16 the same everywhere and with its sign. One above the largest weight rounds to
+infinity, as rounding does, and is a finite master again when joined.
 """
 
 from __future__ import annotations
@@ -24,8 +24,15 @@ from torch import Tensor
 BLOCK_NUMEL = 1 << 16
 """Elements that are widened at once: scratch that stays in a core's cache."""
 
+_GRAIN_NUMEL = 1 << 15  # that torch gives a thread at least
+
 _HALF = 0x8000
 _NAN = 0x7FC00000
+
+
+def host_block_numel() -> int:
+    """Elements that an update on the host widens at once: for each of torch's threads as many as it takes, or one would do nearly all."""
+    return max(BLOCK_NUMEL, torch.get_num_threads() * _GRAIN_NUMEL)
 
 
 def blocks(numel: int, *, of: int = BLOCK_NUMEL) -> Iterator[slice]:
@@ -55,7 +62,7 @@ class Scratch(threading.local):
 
     def blocks(self, device: torch.device, numel: int = BLOCK_NUMEL) -> tuple[Tensor, ...]:
         """A block of each type, until the next call. Those of a GPU, of so many elements, are its allocator's again in the stream's order."""
-        if device.type == "cpu" and self._on_host:
+        if device.type == "cpu" and self._on_host and len(self._on_host[0]) >= numel:
             return self._on_host
         made = tuple(torch.empty(numel, dtype=dtype, device=device) for dtype in self._dtypes)
         if device.type == "cpu":

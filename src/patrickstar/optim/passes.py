@@ -59,7 +59,7 @@ class Passes:
         if rest is None and grad.dtype is torch.float32 and not factors:
             self.kernel(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper)
             return
-        numel = masters.BLOCK_NUMEL if weight.is_cpu else block_numel(weight.numel(), most=masters.BLOCK_NUMEL)
+        numel = masters.host_block_numel() if weight.is_cpu else block_numel(weight.numel(), most=masters.BLOCK_NUMEL)
         # Nothing as large as a chunk is made: a block is widened, updated by the kernel for fp32, and narrowed again.
         scratch = (self._widening if rest is None else self._splitting).blocks(weight.device, numel)
         for span in masters.blocks(weight.numel(), of=numel):

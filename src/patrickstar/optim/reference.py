@@ -34,7 +34,9 @@ def update(*planes: torch.Tensor, step: int, hyper: Hyper) -> None:
         exp_avg.lerp_(grad, scalars.blend)  # from the nearer end: Note [Lerp] in `kernel.py`
         exp_avg_sq.mul_(scalars.keep_sq).addcmul_(grad, grad, value=scalars.add_sq)
         # torch.sqrt of fp32 is MKL's and not correctly rounded; the root in double, rounded to fp32, is.
-        denominator = exp_avg_sq.double().sqrt_().float().div_(scalars.root).add_(scalars.eps)
+        # By a tensor that is there: on a GPU torch divides by a number of the host as it multiplies with its reciprocal, which rounds twice.
+        root = torch.full((), scalars.root, dtype=torch.float32, device=weight.device)
+        denominator = exp_avg_sq.double().sqrt_().float().div_(root).add_(scalars.eps)
         # Not addcdiv_: what it fuses is left to the compiler in torch's baseline code. Nothing is fused in this line.
         weight.add_((exp_avg * scalars.move).div_(denominator))
 
