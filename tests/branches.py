@@ -82,11 +82,11 @@ def _names_before(commit: str) -> dict[str, str]:
 
 def _compare(data: Path) -> int:
     known = json.loads(_FILE.read_text())
-    was = _names_before(known["commit"])
+    was, were = _names_before(known["commit"]), _git("ls-tree", "-r", "--name-only", known["commit"]).splitlines()
     count = 0
     for file, missing in _recorded(data).items():
         name = was.get(file, file)
-        if name not in known["missing"] or not (ROOT / file).exists():
+        if name not in known["missing"] or name not in were or not (ROOT / file).exists():
             continue
         before = _git("show", f"{known['commit']}:{name}").splitlines()
         after = (ROOT / file).read_text().splitlines()

@@ -29,7 +29,7 @@ def run(arguments: Namespace, result: Result) -> None:
     os.environ.setdefault(
         "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
     )  # read at the first product; without it sums may differ from run to run
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     for step in ("in_backward", "deferred"):
         smallest: int | None = None
         for share in (None, 0.0, 1.15, 1.6, 2.5):

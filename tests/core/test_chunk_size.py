@@ -70,7 +70,8 @@ def test_the_size_aimed_at_grows_with_the_model_and_is_bounded():
     sizes = [target_numel(numel) for numel in (0, 10_000, 10**6, 10**7, 10**8, 10**9, 7 * 10**9, 10**11)]
     assert sizes == sorted(sizes)
     assert (sizes[0], sizes[-1]) == (GRAIN, 4 * MI)
-    assert target_numel(124_000_000) == MI
+    assert target_numel(124_000_000) == target_numel(124_000_000, in_granules=True) == MI
+    assert target_numel(10**11, in_granules=True) == 32 * MI
 
 
 def test_a_model_without_parameters_is_refused():
@@ -90,9 +91,9 @@ def test_chunks_of_a_device_are_whole_granules(model, itemsize):
     if target_numel(made.model_numel) < granule:
         assert chunk_numel == granule
     else:
-        assert granule <= chunk_numel <= 16 * MI
+        assert granule <= chunk_numel <= 48 * MI
         assert made.n_chunks >= 8
         # Others near it waste no less, but for what a few octaves are worth.
         others = [build_layout(specs, chunk_numel=times * granule).padding for times in (1, 2, 4)]
-        assert made.padding <= min(others) + 0.02
-        assert made.padding < (PADDING_LIMIT + 0.005 if made.model_numel > 10**9 else 0.14)
+        assert made.padding <= min(others) + 3 * PADDING_LIMIT
+        assert made.padding < (3 * PADDING_LIMIT if made.model_numel > 10**9 else 0.14)

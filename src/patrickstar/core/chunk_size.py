@@ -2,7 +2,8 @@
 
 Small chunks move little more than what is used; large ones take fewer actions, and are better blocks for a disk. Around the size aimed at, the
 search takes the one that wastes least, and goes further away only where none nearby keeps padding below 2 %. A GPU's memory comes in granules of
-2 MiB: sizes are whole ones there, so that what a plan counts is what the driver maps.
+2 MiB: sizes are whole ones there, so that what a plan counts is what the driver maps; and a large model has larger chunks there, as its kernels wait
+for what each takes of the host.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ _MI: Final = 1 << 20
 _CHUNKS_OF_A_SMALL_MODEL: Final = 64
 _CHUNKS_OF_A_LARGE_MODEL: Final = 2048
 _LARGE_CHUNKS: Final = (_MI, 4 * _MI)
+# A chunk of a GPU's takes the host some 3 ms a step, which its link and its kernels need for 30 Mi elements: decision 0068.
+_CHUNKS_OF_A_GPU: Final = 128
+_LARGEST_OF_A_GPU: Final = 32 * _MI
 _LIMITED_FROM: Final = 1_000_000  # elements: below, grains are coarse, and room to move matters more than padding
 # What being one octave away from the size aimed at costs, as if it were padding.
 _PRICE_OF_AN_OCTAVE: Final = PADDING_LIMIT / 4
+_PRICE_ON_A_GPU: Final = PADDING_LIMIT
 # In granules, and of a model: how large chunks of granules may be.
 _GRANULES: Final = 16
 _CHUNKS_AT_LEAST: Final = 16
@@ -51,9 +56,10 @@ def search_chunk_numel(specs: Sequence[TensorSpec], *, granule_numel: int = 0) -
     spaces = [space for group in groups for space in group]
     numel = sum(spec.numel for spec in specs)
     grain = max(GRAIN, granule_numel)
-    if target_numel(numel) < granule_numel:
+    target = target_numel(numel, in_granules=granule_numel > 0)
+    if target < granule_numel:
         return granule_numel
-    aim = whole_grains(target_numel(numel), grain=grain)
+    aim = whole_grains(target, grain=grain)
     limit = PADDING_LIMIT if numel >= _LIMITED_FROM and not granule_numel else 1.0
 
     @cache
@@ -61,8 +67,10 @@ def search_chunk_numel(specs: Sequence[TensorSpec], *, granule_numel: int = 0) -
         chunks = sum(count_chunks(group, chunk_numel=chunk_numel) for group in groups if group)
         return 1 - numel / (chunk_numel * chunks)
 
+    price = _PRICE_ON_A_GPU if granule_numel else _PRICE_OF_AN_OCTAVE
+
     def cost(chunk_numel: int) -> float:
-        return padding(chunk_numel) + _PRICE_OF_AN_OCTAVE * abs(math.log2(chunk_numel / aim))
+        return padding(chunk_numel) + price * abs(math.log2(chunk_numel / aim))
 
     sparest = aim
     for low, high in _rings(aim, whole=whole_grains(sum(spaces), grain=grain), grain=grain):
@@ -76,10 +84,15 @@ def search_chunk_numel(specs: Sequence[TensorSpec], *, granule_numel: int = 0) -
     return sparest
 
 
-def target_numel(numel: int) -> int:
-    """The size aimed at for a model of so many elements, before padding is looked at."""
+def target_numel(numel: int, *, in_granules: bool = False) -> int:
+    """The size aimed at for a model of so many elements, before padding is looked at. `in_granules`: whether a GPU computes."""
     small, large = _LARGE_CHUNKS
-    wanted = max(min(numel // _CHUNKS_OF_A_SMALL_MODEL, small), min(numel // _CHUNKS_OF_A_LARGE_MODEL, large))
+    most = (
+        min(numel // _CHUNKS_OF_A_GPU, _LARGEST_OF_A_GPU)
+        if in_granules
+        else min(numel // _CHUNKS_OF_A_LARGE_MODEL, large)
+    )
+    wanted = max(min(numel // _CHUNKS_OF_A_SMALL_MODEL, small), most)
     return max(wanted - wanted % GRAIN, GRAIN)
 
 
@@ -108,7 +121,7 @@ def _rings(aim: int, *, whole: int, grain: int) -> Iterator[tuple[int, int]]:
     """Ranges of sizes to try: around the aim, then smaller by octaves, then larger up to the whole model."""
     low, high = _LARGE_CHUNKS if aim >= _LARGE_CHUNKS[0] else (aim // 2, 2 * aim)
     if grain > GRAIN:  # granules are coarse: among more of them are some that fit the model's widths
-        low, high = grain, max(high, min(_GRANULES * grain, whole // _CHUNKS_AT_LEAST))
+        low, high = grain, max(high, 2 * aim, min(_GRANULES * grain, whole // _CHUNKS_AT_LEAST))
     yield low, high
     while low > grain:
         low, smaller = low // 2, low
