@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import groupby
 from typing import Final
 
-from patrickstar.core.layout import TensorSpec, aligned
+from patrickstar.core.layout import TensorSpec, aligned, in_groups
 from patrickstar.errors import LayoutError
 
 GRAIN: Final = 2048  # elements: a slot is whole pages of 4096 bytes in 16 bit too
@@ -37,7 +38,7 @@ _CHUNKS_AT_LEAST: Final = 16
 _EFFORT: Final = 1 << 19
 
 
-def search_chunk_numel(specs: Sequence[TensorSpec], *, granule_numel: int = 0) -> int:
+def search_chunk_numel(specs: Sequence[TensorSpec], *, granule_numel: int = 0, ranks: int = 1) -> int:
     """Elements of a chunk for tensors of these specs: a multiple of 2048, and of a granule where there are granules.
 
     Padding is below 2 % for a model of a million elements or more, wherever some size gives that: tensors of a few
@@ -45,20 +46,23 @@ def search_chunk_numel(specs: Sequence[TensorSpec], *, granule_numel: int = 0) -
 
     Args:
         granule_numel: elements of the narrowest plane in a granule of the tier that computes; 0: there it comes in pages.
+        ranks: over which each chunk is cut evenly, into parts that are whole grains, or granules.
     Raises:
         LayoutError: there are no tensors.
     """
     if not specs:
         raise LayoutError("the model has no parameters: there is nothing to manage")
     # Tensors of one kind have chunks of their own.
-    kinds = sorted({spec.kind() for spec in specs})
-    groups = [[aligned(numel) for spec in specs if spec.kind() == kind for numel in spec.tiles()] for kind in kinds]
+    groups = [
+        [aligned(numel) for spec in group for numel in spec.tiles()]
+        for _, group in groupby(in_groups(specs), TensorSpec.kind)
+    ]
     spaces = [space for group in groups for space in group]
     numel = sum(spec.numel for spec in specs)
-    grain = max(GRAIN, granule_numel)
+    grain = ranks * max(GRAIN, granule_numel)
     target = target_numel(numel, in_granules=granule_numel > 0)
     if target < granule_numel:
-        return granule_numel
+        return grain
     aim = whole_grains(target, grain=grain)
     limit = PADDING_LIMIT if numel >= _LIMITED_FROM and not granule_numel else 1.0
 
@@ -120,7 +124,9 @@ def count_chunks(spaces: Sequence[int], *, chunk_numel: int) -> int:
 def _rings(aim: int, *, whole: int, grain: int) -> Iterator[tuple[int, int]]:
     """Ranges of sizes to try: around the aim, then smaller by octaves, then larger up to the whole model."""
     low, high = _LARGE_CHUNKS if aim >= _LARGE_CHUNKS[0] else (aim // 2, 2 * aim)
-    if grain > GRAIN:  # granules are coarse: among more of them are some that fit the model's widths
+    if (
+        grain > GRAIN
+    ):  # granules, and shares of ranks, are coarse: among more of them are some that fit the model's widths
         low, high = grain, max(high, 2 * aim, min(_GRANULES * grain, whole // _CHUNKS_AT_LEAST))
     yield low, high
     while low > grain:

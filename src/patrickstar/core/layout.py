@@ -28,7 +28,8 @@ ALIGNMENT: Final = 16
 class TensorSpec:
     """A parameter's name, shape, whether it is trained, and whether it stays fp32 whole. Parameters that are tied appear once.
 
-    `tile_numel`: elements of a tile, where the parameter need not be resident as a whole; the last tile may have fewer.
+    `tile_numel`: elements of a tile, where the parameter need not be resident as a whole; the last tile may have fewer. `block`: over ranks the path of
+    the block that alone owns it, as tensors of several share no chunk there; "" for what no block owns, or several do.
     """
 
     name: str
@@ -36,10 +37,11 @@ class TensorSpec:
     trainable: bool = True
     whole: bool = False
     tile_numel: int | None = None
+    block: str = ""
 
-    def kind(self) -> tuple[bool, bool]:
-        """Two flags of a tensor, (stays fp32 whole, is frozen): tensors of one kind share chunks."""
-        return self.whole, not self.trainable
+    def kind(self) -> tuple[bool, bool, str]:
+        """What tensors that share chunks have in common: (stays fp32 whole, is frozen, its block)."""
+        return self.whole, not self.trainable, self.block
 
     @property
     def numel(self) -> int:
@@ -103,18 +105,19 @@ class Piece(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Chunks from `head` on, of tensors that stay fp32 whole or do not, and are trained or are not."""
+    """Chunks from `head` on, of tensors that stay fp32 whole or do not, are trained or are not, and are of one block."""
 
     head: int
     whole: bool = False
     frozen: bool = False
+    block: str = ""
 
-    def kind(self) -> tuple[bool, bool]:
-        """The flags of the group's tensors, in the order of `TensorSpec.kind`."""
-        return self.whole, self.frozen
+    def kind(self) -> tuple[bool, bool, str]:
+        """What the group's tensors have in common, in the order of `TensorSpec.kind`."""
+        return self.whole, self.frozen, self.block
 
     def __str__(self) -> str:
-        words = {"fp32 whole": self.whole, "frozen": self.frozen}
+        words = {self.block: bool(self.block), "fp32 whole": self.whole, "frozen": self.frozen}
         return " and ".join(word for word, holds in words.items() if holds)
 
 
@@ -169,6 +172,10 @@ class Layout:
     def is_whole(self, chunk: int) -> bool:
         """Tells whether a chunk's tensors stay fp32 whole."""
         return self._group_of[chunk].whole
+
+    def block_of(self, chunk: int) -> str:
+        """The block whose tensors a chunk has; "" where they are of none."""
+        return self._group_of[chunk].block
 
     def is_frozen(self, chunk: int) -> bool:
         """Tells whether a chunk's tensors were not trained when the layout was made."""
@@ -279,6 +286,12 @@ def aligned(numel: int) -> int:
     return numel + -numel % ALIGNMENT
 
 
+def in_groups(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """Tensors of one kind after each other, blocks by their first tensor, and else in registration order."""
+    first = {block: number for number, block in reversed(list(enumerate(spec.block for spec in specs)))}
+    return sorted(specs, key=lambda spec: (spec.kind()[:2], first[spec.block]))
+
+
 def build_layout(specs: Sequence[TensorSpec], *, chunk_numel: int) -> Layout:
     """The layout of tensors, in the order of `specs`, in chunks of `chunk_numel` elements.
 
@@ -293,7 +306,7 @@ def build_layout(specs: Sequence[TensorSpec], *, chunk_numel: int) -> Layout:
     names: list[str] = []
     head, length, used = 0, 1, 0
     groups: list[Group] = []
-    for spec in sorted(specs, key=TensorSpec.kind):  # stable: in registration order otherwise
+    for spec in in_groups(specs):
         tiles: list[Tile] = []
         for numel in spec.tiles():
             space = aligned(numel)
