@@ -28,8 +28,8 @@ ALIGNMENT: Final = 16
 class TensorSpec:
     """A parameter's name, shape, whether it is trained, and whether it stays fp32 whole. Parameters that are tied appear once.
 
-    `tile_numel`: elements of a tile, where the parameter need not be resident as a whole; the last tile may have fewer. `block`: over ranks the path of
-    the block that alone owns it, as tensors of several share no chunk there; "" for what no block owns, or several do.
+    `tile_numel`: elements of a tile, where the parameter need not be resident as a whole; the last tile may have fewer. `block`: over ranks
+    the path of the block that alone owns it, as tensors of several share no chunk there; "" for what no block owns, or several do.
     """
 
     name: str
