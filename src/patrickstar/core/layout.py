@@ -148,11 +148,7 @@ class Layout:
             for index, tile in enumerate(place.tiles)
         }
         object.__setattr__(self, "_labels", labels)
-        object.__setattr__(
-            self,
-            "_parts",
-            {label: tuple(_parts_of(self.tiles(label), self.chunk_numel)) for label in (*self.slices, *labels)},
-        )
+        object.__setattr__(self, "_parts", {label: self._find_parts(label) for label in (*self.slices, *labels)})
         object.__setattr__(self, "_run_of", tuple(run for run in self.runs for _ in range(run.length)))
         object.__setattr__(self, "has_frozen", any(group.frozen for group in self.groups))
         heads = [group.head for group in self.groups]
@@ -163,6 +159,14 @@ class Layout:
             for part in self._parts[name]:
                 pieces[part.chunk].append(Piece(name, part.start, part.stop, part.tensor_start))
         object.__setattr__(self, "_pieces", tuple(map(tuple, pieces)))
+
+    def _find_parts(self, label: str) -> tuple[Part, ...]:
+        return tuple(_parts_of(self.tiles(label), self.chunk_numel))
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that share every chunk."""
+        return 1
 
     @property
     def n_chunks(self) -> int:
@@ -221,6 +225,14 @@ class Layout:
         """The weight unit that a part lies in, and from which of the unit's elements on."""
         head = self._run_of[part.chunk].head
         return PlaneRef(head, WEIGHT), (part.chunk - head) * self.chunk_numel + part.start
+
+    def group(self, label: str) -> str | None:  # noqa: ARG002
+        """Over ranks: the block whose chunks are gathered where a tensor is used."""
+        return None
+
+    def offset(self, label: str) -> int:
+        """Where a tensor begins in the unit that is used, or in what is gathered."""
+        return self.slices[label].offset
 
     def run_of(self, chunk: int) -> Run:
         """The run a chunk belongs to."""

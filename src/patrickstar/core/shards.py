@@ -1,69 +1,101 @@
 """Shards: what each of several ranks keeps of every chunk, an even share of all of its planes.
 
 A chunk is cut in as many pieces of one size as there are ranks, in rank order. A tensor goes across the cuts: a rank has the parts of it that lie in
-its own pieces, and where they lie is all that tells one rank's shard from another's.
+its own pieces. A shard is a layout like any other, of smaller chunks, in which a tensor has only some of its elements. What needs a tensor whole
+gathers the chunks of its *group*: those of its block, or those of what no block owns.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
-from patrickstar.core.layout import Layout, Part, Piece
+from patrickstar.core.layout import Layout, Part, Run, Slice
+from patrickstar.core.planes import WEIGHT, PlaneRef
 from patrickstar.errors import LayoutError
 
 
 @dataclass(frozen=True, slots=True)
-class Shards:
-    """The shares of one rank in the chunks of a layout.
+class Shard(Layout):
+    """The layout of what one rank keeps: chunks of which each is its share of one of the whole layout's.
 
     Attributes:
-        rank: whose, from 0 on. size: number of ranks.
+        whole: the layout of all ranks together. rank: whose shard this is. size: number of ranks. groups_of: chunks that are gathered together, in
+            order, by block.
     """
 
-    layout: Layout
-    rank: int
-    size: int
+    whole: Layout = field(kw_only=True)
+    rank: int = field(kw_only=True)
+    size: int = field(kw_only=True)
+    chunks_of: MappingProxyType[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size:
-            raise LayoutError(f"rank {self.rank} of {self.size}")
-        if self.layout.chunk_numel % self.size:
-            raise LayoutError(
-                f"chunks of {self.layout.chunk_numel} elements cannot be cut evenly over {self.size} ranks: "
-                f"give Options(chunk_size=) a multiple of {self.size}"
-            )
+        Layout.__post_init__(self)
+        chunks: dict[str, tuple[int, ...]] = {}
+        for chunk in range(self.n_chunks):
+            block = self.block_of(chunk)
+            chunks[block] = (*chunks.get(block, ()), chunk)
+        object.__setattr__(self, "chunks_of", MappingProxyType(chunks))
+
+    def _find_parts(self, label: str) -> tuple[Part, ...]:
+        begin, found = self.rank * self.chunk_numel, list[Part]()
+        for chunk, start, stop, tensor_start in self.whole.parts(label):
+            first, last = max(start - begin, 0), min(stop - begin, self.chunk_numel)
+            if first < last:
+                found.append(Part(chunk, first, last, tensor_start + first + begin - start))
+        return tuple(found)
 
     @property
-    def numel(self) -> int:
-        """Elements of a chunk that a rank keeps."""
-        return self.layout.chunk_numel // self.size
+    def ranks(self) -> int:
+        return self.size
 
-    @property
-    def span(self) -> slice:
-        """Where they lie in any chunk."""
-        return slice(self.rank * self.numel, (self.rank + 1) * self.numel)
+    def weight_units(self, label: str) -> tuple[PlaneRef, ...]:
+        """The shares of all chunks that are gathered where the tensor is used."""
+        return tuple(PlaneRef(chunk, WEIGHT) for chunk in self.chunks_of[self.group(label)])
 
-    def of(self, rank: int) -> Shards:
-        """The shares of another rank."""
-        return Shards(self.layout, rank, self.size)
+    def group(self, label: str) -> str:
+        """The block whose chunks are gathered where a tensor is used."""
+        return self.block_of(self.slices[label].chunk)
 
-    def parts(self, label: str) -> tuple[Part, ...]:
-        """A tensor's parts in this rank's shares, chunk by chunk; `start` and `stop` count from the beginning of the share."""
-        cut = (self._cut(part.start, part.stop, part.tensor_start) for part in self.layout.parts(label))
-        return tuple(
-            Part(part.chunk, *piece) for part, piece in zip(self.layout.parts(label), cut, strict=True) if piece
+    def offset(self, label: str) -> int:
+        """Where a tensor begins in the chunks of its group, gathered one after the other."""
+        place = self.whole.slices[label]
+        return self.chunks_of[self.group(label)].index(place.chunk) * self.whole.chunk_numel + place.offset
+
+    def group_numel(self, block: str) -> int:
+        """Elements of a group, gathered."""
+        return len(self.chunks_of[block]) * self.whole.chunk_numel
+
+    def with_pieces(self, names: Collection[str]) -> Iterator[tuple[int, str]]:
+        """The chunks with elements of these tensors in this rank's share, each with the first of these there."""
+        for chunk in range(self.n_chunks):
+            label = next((piece.name for piece in self.tensors_in(chunk) if piece.name in names), None)
+            if label is not None:
+                yield chunk, label
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return shard_of, (self.whole, self.rank, self.size)
+
+
+def shard_of(layout: Layout, rank: int, size: int) -> Shard:
+    """What one of so many ranks keeps of a layout.
+
+    Raises:
+        LayoutError: there is no such rank, chunks cannot be cut evenly, or tensors are in tiles.
+    """
+    if not 0 <= rank < size:
+        raise LayoutError(f"rank {rank} of {size}")
+    if layout.chunk_numel % size:
+        raise LayoutError(
+            f"chunks of {layout.chunk_numel} elements cannot be cut evenly over {size} ranks: "
+            f"give Options(chunk_size=) a multiple of {size}"
         )
-
-    def tensors_in(self, chunk: int) -> tuple[Piece, ...]:
-        """The pieces of tensors in this rank's share of a chunk, by rising `start`, which counts from the beginning of the share."""
-        cut = (
-            (piece.name, self._cut(piece.start, piece.stop, piece.tensor_start))
-            for piece in self.layout.tensors_in(chunk)
-        )
-        return tuple(Piece(name, *piece) for name, piece in cut if piece)
-
-    def _cut(self, start: int, stop: int, tensor_start: int) -> tuple[int, int, int] | None:
-        """Elements of a chunk as far as they are in the share: (start, stop, tensor_start) there."""
-        span = self.span
-        first, last = max(start, span.start), min(stop, span.stop)
-        return (first - span.start, last - span.start, tensor_start + first - start) if first < last else None
+    if any(place.tiles for place in layout.slices.values()):
+        raise LayoutError("tensors in tiles cannot be cut over ranks: leave Options(tile_rows=) out")
+    runs = tuple(
+        Run(chunk, 1, tuple(piece.name for piece in layout.tensors_in(chunk))) for chunk in range(layout.n_chunks)
+    )
+    slices = {name: Slice(name, place.chunk, 0, place.numel) for name, place in layout.slices.items()}
+    return Shard(layout.chunk_numel // size, runs, slices, layout.groups, whole=layout, rank=rank, size=size)

@@ -100,7 +100,7 @@ class Leases:
         known = self._tensor.get(key)
         tensor = known() if known is not None else None
         if tensor is None:
-            tensor = self._living_copy(key)
+            tensor = self.living_copy(key)
         if tensor is not None:
             self._streams.use(key, tensor)
         else:
@@ -134,7 +134,7 @@ class Leases:
             self._starts[key] = start_bytes
         return tensor
 
-    def _living_copy(self, ref: CopyKey) -> torch.Tensor | None:
+    def living_copy(self, ref: CopyKey) -> torch.Tensor | None:
         """The copy that something still has a view of: there is never a second one."""
         kept, dtype, device = self._copies.get(ref, (None, None, None))
         storage = kept() if kept is not None else None

@@ -54,6 +54,8 @@ class BoundParameter:
     is_detached: bool = False
     """True for the record of a detached alias."""
     arrivals: Sequence[tuple[Part, Sequence[Touch]]] = ()
+    group: str | None = None
+    """Over ranks: the block whose chunks are gathered for a use, in which `offset` counts."""
 
     key: WeightKey = field(init=False)
     touches: tuple[Touch, ...] = field(init=False)
@@ -61,7 +63,8 @@ class BoundParameter:
 
     def __post_init__(self) -> None:
         view = self.shape_only.shape, self.shape_only.stride(), 0 if self.is_copied else self.offset
-        object.__setattr__(self, "key", self.name if self.is_copied else self.ref)
+        key = self.name if self.is_copied else self.ref if self.group is None else self.group
+        object.__setattr__(self, "key", key)
         object.__setattr__(self, "touches", tuple(map(Touch, sorted(self.refs))))
         object.__setattr__(self, "view", view)
 
@@ -136,7 +139,7 @@ def make_records(
             _reference(parameter),
             parameter,
             layout.weight_units(name),
-            layout.slices[name].offset,
+            layout.offset(name),
             torch.empty_strided(
                 parameter.shape,
                 contiguous_strides(parameter.shape) if tiles else dense_strides(parameter.shape, parameter.stride()),
@@ -148,6 +151,7 @@ def make_records(
             is_copied=name in copied or bool(tiles),
             tiles=tiles,
             arrivals=tuple(gradient_parts(layout, name, writes=True)),
+            group=layout.group(name),
         )
         records.update((tile.name, tile) for tile in tiles)
     return records

@@ -53,10 +53,12 @@ class WeightAccess:
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
-        self._in_unit: dict[PlaneRef, tuple[list[int], list[BoundParameter]]] = {}  # by rising offset, in bytes
+        # Those in a unit, or in what is gathered, by rising offset, in bytes.
+        self._in_unit: dict[WeightKey, tuple[list[int], list[BoundParameter]]] = {}
         in_units = [bound for bound in self.records.values() if not bound.tiles]
         for bound in sorted(in_units, key=lambda bound: bound.offset):
-            starts, owners = self._in_unit.setdefault(bound.ref, ([], []))
+            key = bound.ref if bound.group is None else bound.group
+            starts, owners = self._in_unit.setdefault(key, ([], []))
             starts.append(bound.offset * bound.shape_only.element_size())
             owners.append(bound)
 
@@ -171,24 +173,27 @@ class WeightAccess:
         place = self.leases.locate(tensor)
         if place is None or isinstance(place.key, AssembledKey):
             return None
-        if not isinstance(place.key, PlaneRef):
+        if place.key not in self._in_unit:
             return place.key, place.offset_bytes, self.records[place.key].parameter
         starts, owners = self._in_unit[place.key]
         return place.key, place.offset_bytes, owners[bisect_right(starts, place.offset_bytes) - 1].tensor()  # type: ignore[return-value]
 
     def parameters_in(self, key: WeightKey) -> Sequence[BoundParameter]:
         """The parameters that lie in a weight unit, by rising offset, or the parameter of a copy."""
-        return self._in_unit[key][1] if isinstance(key, PlaneRef) else [self.records[key]]
+        return self._in_unit[key][1] if key in self._in_unit else [self.records[str(key)]]
 
     def unpack(self, key: WeightKey) -> Tensor:
         """The 1-D tensor over a unit or a copy, for a backward that needs what a use has saved."""
         with self.lock, Plain():
-            found = self._in_unit[key][1] if isinstance(key, PlaneRef) else [self.records[key]]
+            found = self.parameters_in(key)
             for bound in found:
                 if bound in self.open and bound.key == key:
                     return self.open[bound]
             self.close()  # the backward is elsewhere
             first, units = found[0], list[Tensor]()
+            if first.group is not None:
+                self.owner.unpack(first.name, first.touches)
+                return self.lease(key)
             for ref in first.refs:
                 self.owner.unpack(first.name, (Touch(ref),))
                 units.append(self.leases.take(ref))

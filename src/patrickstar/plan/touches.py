@@ -86,6 +86,8 @@ class Touches:
 
     def adds_up(self, label: str, dtype: str) -> bool:
         """Tells whether parts of a gradient are added up in their own type until the backward ends, since the plane keeps another type."""
+        if self.layout.ranks > 1:  # until all ranks add theirs
+            return self.gradients is not GradientUse.NONE
         place = self.layout.slices.get(label)
         is_one = place is not None and not place.tiles and not self.counts.apart
         if self.gradients is GradientUse.NONE or is_one or self.comes_whole(label):

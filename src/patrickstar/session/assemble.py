@@ -9,10 +9,12 @@ from contextlib import ExitStack
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.loss_scale import LossScale
+from patrickstar.config.problems import refuse
 from patrickstar.hooks import watch_root
 from patrickstar.memory.filesystem import expect_usable
 from patrickstar.memory.links import MakeLane
@@ -54,6 +56,7 @@ def assemble(
         what `manage` raises: model and optimizer are then as before.
     """
     named = check_model(model)
+    process_group = find_process_group(memory)
     if optimizer is not None:
         check_optimizer(optimizer, names_by_id(named))
     source = Loading(model, named, memory.weights) if memory.weights is not None else None
@@ -69,6 +72,7 @@ def assemble(
         trained=lambda p: optimizer is not None and (p.requires_grad or p.grad is not None or p in optimizer.state),
         trains=optimizer is not None,
         find_passes=choose_kernels,
+        process_group=process_group,
     )
     uncounted = uncounted_settings(os.environ) if setup.budgets.stream_device is not None else []
     if uncounted:
@@ -84,6 +88,29 @@ def assemble(
     except BaseException:
         store.close()
         raise
+
+
+def find_process_group(memory: MemoryOptions) -> dist.ProcessGroup | None:
+    """A group of our own of all ranks, beside which users' collectives go on; None where there is one process.
+
+    Raises:
+        ConfigError: what is asked for does not go over ranks yet.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    refused = {
+        'step="in_backward"': memory.step == "in_backward",
+        f'precision={memory.precision!r}: give precision="fp32"': memory.precision != "fp32",
+        f'device={memory.device!r}: give device="cpu"': memory.device != "cpu",
+        "weights": memory.weights is not None,
+    }
+    problems = [
+        f"{what} over {dist.get_world_size()} ranks, which comes later" for what, asked in refused.items() if asked
+    ]
+    refuse(problems, of="manage")
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, source: Loading | None) -> Session:

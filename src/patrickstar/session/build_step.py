@@ -10,6 +10,7 @@ from torch import nn
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GradientUse, PlaneRef
+from patrickstar.core.shards import Shard
 from patrickstar.memory.store import ChunkStore
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.user_optimizer import read_groups
@@ -27,6 +28,7 @@ from patrickstar.step.events import Events
 from patrickstar.step.executor import Executor
 from patrickstar.step.fitting_blocks import FittingBlocks
 from patrickstar.step.forwards import KnownForwards
+from patrickstar.step.gathering import Gathering
 from patrickstar.step.gradients import Gradients
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.optimizer_step import OptimizerStep
@@ -83,6 +85,10 @@ def build_step(
         registered=Registered(model), named=named, touches=touches, executor=executor, compute=precision.compute
     )
     masters = Masters(executor, touches, precision.rounding)
+    gathering = None
+    if setup.process_group is not None:
+        assert isinstance(layout, Shard)
+        gathering = Gathering(layout, executor, setup.process_group)
     binding = Binding(
         named,
         layout,
@@ -135,7 +141,7 @@ def build_step(
         whole_chunks=in_backward and not choice.apart,
         may_weave=lambda: not handed_out.watched and all(isinstance(key, PlaneRef) for key in store.leases.living()),
     )
-    weights = Weights(binding, layout, executor, late_planes)
+    weights = Weights(binding, layout, executor, late_planes, gathering)
     in_chunks = Gradients(
         layout,
         executor,
@@ -144,21 +150,25 @@ def build_step(
         views=binding.assembled,
         passes=passes,
         finds_overflow=precision.scales,
+        gathering=gathering,
     )
     shared: dict[str, Any] = {"binding": binding, "layout": layout, "executor": executor, "stretches": stretches}
     shared |= {"in_chunks": in_chunks, "whole": whole}
+    in_training: dict[str, Any] = {"gathering": gathering}
     updates = OptimizerStep(planner=planner, passes=passes, **shared)
     shared |= {"updates": updates, "touches": touches, "hypers": hypers}
     training: Training = (
-        InBackwardTraining(handed_out=handed_out, **shared)
+        InBackwardTraining(handed_out=handed_out, **shared, **in_training)
         if in_backward
-        else DeferredTraining(max_grad_norm=memory.max_grad_norm, **shared)
+        else DeferredTraining(max_grad_norm=memory.max_grad_norm, **shared, **in_training)
     )
     # In a backward those that were used are told from none.
     binding.gradients.are_kept = lambda: in_backward or bool(in_chunks.names)
     events.binding, events.whole, events.late_planes, events.stretches = binding, whole, late_planes, stretches
     events.training, events.handed_out = training, handed_out
-    events.masters, masters.binding = masters, binding
+    events.masters, masters.binding = gathering or masters, binding
+    if gathering is not None:
+        gathering.binding, events.gathered = binding, gathering.gathered
     events.assembling = Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=updates.steps)
     events.outside = next((named[name] for name in named if all(name not in place.names for place in places)), None)
     events.advice = lambda: (

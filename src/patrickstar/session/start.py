@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.chunk_size import GRAIN, search_chunk_numel, whole_grains
@@ -17,6 +18,7 @@ from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout, TensorSpec, build_layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, WEIGHT, GradientUse, PlaneRef
+from patrickstar.core.shards import shard_of
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.errors import BudgetError, LayoutError
@@ -61,6 +63,7 @@ class Setup:
     passes: Mapping[str, Passes] | None
     binding: BindingKind = "whole"
     has_gradients: bool = False
+    process_group: ProcessGroup | None = None
 
     @property
     def by_use(self) -> str:
@@ -73,6 +76,8 @@ class Setup:
     @property
     def never_whole(self) -> str:
         """The reason why parameters are bound by use whatever the budget; empty where there is none."""
+        if self.process_group is not None:
+            return "ranks share all model states"
         if self.binding != "whole":
             return "asked for"
         if self.has_gradients and self.precision.mixed and self.gradients is GradientUse.UPDATE:
@@ -154,6 +159,7 @@ def set_up(
     trains: bool = True,
     find_passes: Callable[[torch.device], Mapping[str, Passes]] | None = None,
     binding: BindingKind = "whole",
+    process_group: ProcessGroup | None = None,
 ) -> Setup:
     """The ground for a model and options of `manage`, which have been checked.
 
@@ -165,7 +171,9 @@ def set_up(
         BudgetError, DeviceError, LayoutError: what is asked for cannot be had.
     """
     precision = find_precision(memory, model, has)
-    layout = layout_of(model, named, memory, precision, granule_bytes=has.granule_bytes, trained=trained)
+    layout = layout_of(
+        model, named, memory, precision, granule_bytes=has.granule_bytes, trained=trained, process_group=process_group
+    )
     gradients = GradientUse.UPDATE if memory.step == "in_backward" else GradientUse.CHUNK
     present, absent = present_and_absent_bytes(named.values())
     budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent, has=has)
@@ -180,6 +188,7 @@ def set_up(
         passes=passes,
         binding=binding,
         has_gradients=any(parameter.grad is not None for parameter in named.values()),
+        process_group=process_group,
     )
 
 
@@ -191,23 +200,50 @@ def layout_of(
     *,
     granule_bytes: int = 0,
     trained: Callable[[nn.Parameter], bool] = lambda parameter: parameter.requires_grad,
+    process_group: ProcessGroup | None = None,
 ) -> Layout:
     """The layout of a model's parameters. What stays fp32 whole has chunks of its own in 16-bit modes, and so has what is not trained.
 
     `granule_bytes`: what memory of the tier that computes comes in; 0: in pages.
     """
     tiles = find_tiles(model, named, memory.options.tile_rows)
+    ranks = 1 if process_group is None else process_group.size()
+    blocks = blocks_alone(model, named) if process_group is not None else {}
     specs = [
-        TensorSpec(name, tuple(parameter.shape), trained(parameter), lies_in(name, precision.whole), tiles.get(name))
+        TensorSpec(
+            name,
+            tuple(parameter.shape),
+            trained(parameter),
+            lies_in(name, precision.whole),
+            tiles.get(name),
+            blocks.get(name, ""),
+        )
         for name, parameter in named.items()
     ]
     granule_numel = granule_bytes // precision.formats.narrowest
-    chunk_numel = memory.options.chunk_size or search_chunk_numel(specs, granule_numel=granule_numel)
+    chunk_numel = memory.options.chunk_size or search_chunk_numel(specs, granule_numel=granule_numel, ranks=ranks)
     if precision.mixed:  # slots are whole pages in 16 bits too
         chunk_numel = whole_grains(chunk_numel, grain=GRAIN)
     if 0 < granule_numel < chunk_numel:  # smaller chunks were asked for: several share a granule
         chunk_numel = whole_grains(chunk_numel, grain=granule_numel)
-    return build_layout(specs, chunk_numel=chunk_numel)
+    layout = build_layout(specs, chunk_numel=chunk_numel)
+    return layout if process_group is None else shard_of(layout, process_group.rank(), ranks)
+
+
+def blocks_alone(model: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """The blocks of a model's parameters, by name, as far as all owners of a parameter lie in one."""
+    names = names_by_id(named)
+    owners: dict[str, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for parameter in module._parameters.values():
+            if id(parameter) in names:
+                owners.setdefault(names[id(parameter)], []).append(f"{path}.")
+    return {
+        name: place.path
+        for place in places_in(model, names)
+        for name in place.names
+        if all(path.startswith(f"{place.path}.") for path in owners[name])
+    }
 
 
 def find_tiles(model: nn.Module, named: Mapping[str, nn.Parameter], rows: int | None) -> dict[str, int]:

@@ -20,12 +20,14 @@ from patrickstar.hooks import frames, is_running_in
 from patrickstar.memory.leases import AssembledKey, CopyKey, WeightKey
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.escapes import EscapedMemory
+from patrickstar.parameters.gathered import Gathered
 from patrickstar.parameters.owner import Owner
 from patrickstar.parameters.registered import Registered
 from patrickstar.parameters.transforms import expect_ordinary_call, is_ordinary_call
 from patrickstar.plan.touches import Touches
 from patrickstar.step.assembling import Assembling
 from patrickstar.step.executor import Executor
+from patrickstar.step.gathering import Gathering
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.optimizer_step import expect_dense
 from patrickstar.step.stretches import Stretches
@@ -61,11 +63,12 @@ class Events(Owner):
     stretches: Stretches = field(init=False)
     training: Training = field(init=False)
     handed_out: EscapedMemory = field(init=False)
-    masters: Masters = field(init=False)
+    masters: Masters | Gathering = field(init=False)
     assembling: Assembling = field(init=False)
     outside: nn.Parameter | None = field(init=False)
     advice: Callable[[], str] = field(init=False)
 
+    gathered: Gathered | None = None
     seconds: dict[str, float] = field(default_factory=lambda: {"forward": 0.0, "backward": 0.0})
     is_closed: bool = False
     _process: int = field(default_factory=os.getpid)
@@ -83,10 +86,12 @@ class Events(Owner):
             self.handed_out.check()
         if backward_id() == -1:
             self.executor.moment(Phase.FORWARD, label, touches)
-            return
-        self._in_backward = True
-        self.training.notice_recomputation()
-        self.executor.moment(Phase.RECOMPUTE, label, touches)
+        else:
+            self._in_backward = True
+            self.training.notice_recomputation()
+            self.executor.moment(Phase.RECOMPUTE, label, touches)
+        if self.gathered is not None:
+            self.gathered.use(touches)
 
     def carry_out_pending(self) -> None:
         self.executor.update_held()
@@ -97,6 +102,8 @@ class Events(Owner):
         if backward_makes_graph():
             self.executor.pilot.stretch.differentiates()
         self.executor.moment(Phase.BACKWARD, label, touches)
+        if self.gathered is not None:
+            self.gathered.use(touches)
 
     def make_copy(self, key: CopyKey) -> Tensor:
         return self.assembling.make(key) if isinstance(key, AssembledKey) else self.masters.make(key)

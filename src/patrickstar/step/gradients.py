@@ -22,6 +22,7 @@ from patrickstar.parameters.assembled import AssembledTensors
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.touches import gradient_parts
 from patrickstar.step.executor import Executor
+from patrickstar.step.gathering import Gathering
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.overflow import Overflow
 from patrickstar.torch_private import NotInference, Plain, no_gradients
@@ -47,6 +48,7 @@ class Gradients:
     views: AssembledTensors
     passes: Mapping[str, Passes]
     finds_overflow: bool = False
+    gathering: Gathering | None = None
 
     names: set[str] = field(default_factory=set)
     incomplete: dict[str, set[str]] = field(default_factory=dict)
@@ -88,6 +90,23 @@ class Gradients:
         if self.views.tensors:
             self.views.changed(AssembledKey(name, GRAD))
 
+    def add_shares(self, names: Collection[str], shares: Iterable[tuple[int, Tensor]]) -> None:
+        """Takes this rank's shares of gradients of these parameters, chunk by chunk, in fp32."""
+        before, wanted = set(self.names), set(names)
+        for name in names:
+            self.late_planes.thaw(name)
+        with NotInference(), Plain():
+            no_gradients()
+            for chunk, share in shares:
+                pieces = [piece for piece in self.layout.tensors_in(chunk) if piece.name in wanted]
+                if pieces:
+                    touches = (Touch(PlaneRef(chunk, GRAD), True),)
+                    (unit,) = self.executor.use(Phase.BACKWARD, pieces[0].name, touches)
+                    for name, start, stop, _ in pieces:
+                        target = unit[start:stop]
+                        self.passes[target.device.type].put(target, share[start:stop], adds=name in before)
+        self.names |= wanted
+
     def _make_ready(self, name: str, bound: BoundParameter) -> None:
         """Makes room for a gradient of a parameter, and makes what is there already fit to be added to."""
         self.late_planes.thaw(name)
@@ -120,11 +139,14 @@ class Gradients:
 
     def copy_into(self, name: str, flat: Tensor) -> None:
         """Writes the gradient, rounded to its type, into a 1-D tensor in slot order."""
-        at = 0
-        for piece in self.pieces(name):
-            for block in scaled_blocks(piece, self.factors.get(name, ())):
-                flat[at : at + block.numel()].copy_(block)
-                at += block.numel()
+        factors, at = self.factors.get(name, ()), 0
+        scaled = (block for piece in self.pieces(name) for block in scaled_blocks(piece, factors))
+        if self.gathering is not None:
+            self.gathering.assemble(name, scaled, flat)
+            return
+        for block in scaled:
+            flat[at : at + block.numel()].copy_(block)
+            at += block.numel()
 
     def write(self, bound: BoundParameter, flat: Tensor, *, wholly: bool) -> None:
         """Takes a gradient that was read (`copy_into`) and has been changed.
@@ -140,10 +162,8 @@ class Gradients:
         self._apply_factors(name)
         self.overflow.forget(name)
         with self.executor.quiet():
-            at = 0
-            for target in self.pieces(name, writes=True):
-                written = flat[at : at + target.numel()]
-                at += target.numel()
+            for part, target in zip(self.layout.parts(name), self.pieces(name, writes=True), strict=True):
+                written = flat[part.tensor_start : part.tensor_start + target.numel()]
                 if wholly or target.dtype == written.dtype:
                     target.copy_(written)
                 else:

@@ -21,6 +21,7 @@ from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.touches import Touches
 from patrickstar.step.executor import Executor
+from patrickstar.step.gathering import Gathering
 from patrickstar.step.gradients import Gradients
 from patrickstar.step.optimizer_step import OptimizerStep
 from patrickstar.step.stretches import Stretches
@@ -51,6 +52,7 @@ class Training(ABC):
     touches: Touches
     hypers: Callable[[], Mapping[str, Hyper]]
     whole: Whole
+    gathering: Gathering | None = None
 
     _sums: BackwardSums | None = None  # of this backward, where gradients come in parts of another type
     _bringing: int | None = None  # the backward under way that has brought gradients; None: there is none
@@ -102,8 +104,13 @@ class Training(ABC):
         if inside:
             return
         sums, self._sums = self._sums, None
-        for name, gradient in sums.take().items() if sums is not None else ():
-            self.in_chunks.add(self.binding.records[name], gradient)
+        came = {} if sums is None else sums.take()
+        if self.gathering is not None:
+            names = self.gathering.agree(came)
+            self.in_chunks.add_shares(names, self.gathering.reduced(names, came))
+        else:
+            for name, gradient in came.items():
+                self.in_chunks.add(self.binding.records[name], gradient)
         assert not self.in_chunks.incomplete, "some tiles of a parameter have been used without the others"
         self.in_chunks.whole |= self.in_chunks.names
         self.stretches.backward_ended()

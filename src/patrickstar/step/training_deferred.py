@@ -106,6 +106,14 @@ class DeferredTraining(Training):
                     norm = norm or self._begin_norm()
                     norm.add(self.binding.by_name[name].flat(own[name]))
                     norm.end_tensor()
+                elif name in self.in_chunks.names and self.gathering is not None:
+                    # Whole, as one rank has it: no sum depends on where it is cut.
+                    whole = torch.empty(self.layout.slices[name].numel)
+                    with self.executor.room.making(whole.nbytes):
+                        self.in_chunks.copy_into(name, whole)
+                        norm = norm or self._begin_norm()
+                        norm.add(whole)
+                        norm.end_tensor()
                 elif name in self.in_chunks.names:
                     for part, touches in gradient_parts(self.layout, name, writes=False):
                         here = by_unit.get(touches[0].ref, touches)
@@ -162,6 +170,8 @@ class DeferredTraining(Training):
     def step(self) -> None:
         """Notes the update of every parameter that has a gradient and is in a group."""
         self.expect_whole()
+        if self.gathering is not None:
+            self.gathering.gathered.forget()
         self._expect_gradients()
         if self.max_grad_norm is not None:
             self.clip(self.max_grad_norm)

@@ -19,6 +19,7 @@ from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.touches import master_touches
 from patrickstar.step.executor import Executor
+from patrickstar.step.gathering import Gathering
 from patrickstar.step.late_planes import LatePlanes
 
 _BLOCK_NUMEL = 1 << 18
@@ -33,6 +34,7 @@ class Weights:
     layout: Layout
     executor: Executor
     late_planes: LatePlanes
+    gathering: Gathering | None = None
 
     def read(self, name: str, plane: str = WEIGHT) -> Tensor:
         """A copy, of the parameter's shape and strides."""
@@ -45,6 +47,9 @@ class Weights:
 
     def copy_into(self, name: str, plane: str, flat: Tensor) -> None:
         """Writes the values into a 1-D fp32 tensor in slot order."""
+        if self.gathering is not None:
+            self.gathering.assemble(name, self.pieces(name, plane), flat)
+            return
         at = 0
         for piece in self.pieces(name, plane):
             flat[at : at + piece.numel()].copy_(piece)
@@ -76,6 +81,8 @@ class Weights:
 
     def read_into(self, name: str, read: Callable[[Tensor, int], object], plane: str = WEIGHT) -> None:
         """Sets the values from what `read` writes, piece by piece: into an fp32 tensor on the host, from an element of the parameter on."""
+        if self.gathering is not None and plane == WEIGHT:
+            self.gathering.gathered.forget()
         for part in self.layout.parts(name):
             kept, rest = self._kept(name, part, plane, writes=True)
             if kept.dtype is torch.float32 and kept.is_cpu:
@@ -151,7 +158,12 @@ class Weights:
     def fill_made(self, bound: BoundParameter, recorder: DeferredRecorder) -> None:
         """Fills a parameter's place with a value that is made now: in that place if it can be, else slots leave room for the value first."""
         on_host = self.binding.device is None or self.binding.device.type == "cpu"  # a device would draw other numbers
-        can = on_host and not bound.tiles and self.executor.store.units.dtype(bound.ref) is torch.float32
+        can = (
+            on_host
+            and not bound.tiles
+            and self.gathering is None
+            and self.executor.store.units.dtype(bound.ref) is torch.float32
+        )
         if can and recorder.can_make_in(bound.parameter, torch.float32):
             (unit,) = self.executor.use(Phase.STEP, bound.name, (Touch(bound.ref, True),))
             recorder.make_in(bound.parameter, unit[bound.offset : bound.offset + bound.shape_only.numel()])

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from patrickstar.core.planes import GradientUse, PlaneRef
+from patrickstar.core.planes import GRAD, GradientUse, PlaneRef
+from patrickstar.core.shards import Shard
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.memory.leases import CopyKey, Leases, WeightKey
 from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.blocks import NotInBlocksError
 from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.gathered import Gathered
 from patrickstar.parameters.owner import Owner
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.touches import Touches
@@ -50,6 +53,13 @@ class Twin(Owner):
         self._updated: set[str] = set()
         self._last: Sequence[Touch] = ()  # of the last moment
         self.changes_copies = False
+        layout = touches.layout
+        self._gathered = Gathered(layout, partial(self._whole, layout)) if isinstance(layout, Shard) else None
+
+    def _whole(self, layout: Shard, group: str) -> Tensor:
+        assert self.binding is not None
+        dtype = self._dtypes.get(self.binding.access.parameters_in(group)[0].name, torch.float32)
+        return torch.empty(layout.group_numel(group), dtype=dtype, device=self._device)
 
     def _is_slot(self, tensor: Tensor) -> bool:
         return self._making_slot or self.leases.is_counted(tensor)
@@ -60,9 +70,13 @@ class Twin(Owner):
                 raise NotInBlocksError(f"{label} is used after its gradient has come")
             self._notice_backward()
         self._moment(self._phase(), label, touches)
+        if self._gathered is not None:
+            self._gathered.use(touches)
 
     def unpack(self, label: str, touches: Sequence[Touch]) -> None:
         self._moment(Phase.BACKWARD, label, touches)
+        if self._gathered is not None:
+            self._gathered.use(touches)
 
     def _moment(self, phase: Phase, label: str, touches: Sequence[Touch]) -> None:
         self.recorder.moment(phase, label, touches, self.leases.held())
@@ -71,6 +85,8 @@ class Twin(Owner):
     def make_copy(self, key: CopyKey) -> Tensor:
         assert self.binding is not None
         assert isinstance(key, str)
+        if self._gathered is not None:
+            return self._gathered.there[key]
         bound = self.binding.records[key]
         return torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype, device=self._device)
 
@@ -91,7 +107,12 @@ class Twin(Owner):
 
     def _backward_ends(self) -> None:
         if not inside_backward_node():  # not one of those inside of it, where blocks are recomputed
-            for name, gradient in self._sums.take().items():
+            came, layout = self._sums.take(), self.touches.layout
+            if isinstance(layout, Shard):
+                for chunk, label in layout.with_pieces(came):
+                    self._moment(Phase.BACKWARD, label, (Touch(PlaneRef(chunk, GRAD), True),))
+                return
+            for name, gradient in came.items():
                 self._add(name, gradient)
 
     def changed(self, key: WeightKey) -> None:

@@ -1,0 +1,129 @@
+"""Gathering and reducing over ranks: whole weights for whoever uses them, and each rank's share of everybody's gradients.
+
+A group of chunks, those of a block or of what no block owns, is gathered where one of its parameters is used, into a copy that lives as long
+as anything holds it (Note [Copies] in `memory/leases.py`). All ranks do so in the order of their calls: what is resident decides nothing.
+
+Gradients of all ranks are added in rank order in fp32, ((g0 + g1) + g2) + ..., and multiplied by f(1/p): bits that depend on no topology.
+Source: sharding of model states is ZeRO's (Rajbhandari et al., 2020); by chunks it is PatrickStar's (Fang et al., 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from patrickstar.core.planes import WEIGHT, PlaneRef
+from patrickstar.core.shards import Shard
+from patrickstar.core.trace import Phase, Touch
+from patrickstar.parameters.binding import Binding
+from patrickstar.parameters.gathered import Gathered
+from patrickstar.step.executor import Executor
+
+
+@dataclass(eq=False)
+class Gathering:
+    """Makes whole weights of shards, and shards of gradients. Made before the binding, which is given afterwards.
+
+    `process_group`: of the ranks, our own.
+    """
+
+    layout: Shard
+    executor: Executor
+    process_group: dist.ProcessGroup
+    binding: Binding = field(init=False)
+
+    # weights
+
+    def __post_init__(self) -> None:
+        self.gathered = Gathered(self.layout, self._whole)
+
+    def make(self, group: str) -> Tensor:
+        """The weights of a group that has been gathered for a use."""
+        return self.gathered.there[group]
+
+    def _whole(self, group: str) -> Tensor:
+        """The weights of a group whose shards are resident: in what somebody still holds of it, if anybody does."""
+        first, leases = self.binding.access.parameters_in(group)[0], self.binding.leases
+        with self.executor.lock, self.executor.quiet():
+            whole = leases.living_copy(group)
+            if whole is None:
+                numel, dtype = self.layout.group_numel(group), first.shape_only.dtype
+                whole = torch.empty(numel, dtype=dtype, device=self.binding.device)
+            self._gather(group, whole)
+            return whole
+
+    def renew(self, group: str, copy: Tensor) -> None:
+        """Writes the weights of a group into a copy of them."""
+        with self.executor.lock, self.executor.apart():
+            self._bring(group, writes=False, phase=Phase.STEP)
+            self._gather(group, copy)
+            self.binding.leases.copy_written(group, copy)
+
+    def changed(self, group: str) -> None:
+        """A copy has been written in place, on all ranks alike: each keeps its share."""
+        copy = self.binding.access.lease(group)
+        with self.executor.lock, self.executor.apart():
+            self._bring(group, writes=True, phase=self.executor.change_phase())
+            for ref, piece in self._pieces(group, copy):
+                self.executor.store.tensor(ref).copy_(piece.view(self.layout.size, -1)[self.layout.rank])
+
+    def assemble(self, name: str, mine: Iterable[Tensor], flat: Tensor) -> None:
+        """Writes what ranks have of a parameter, in a plane, into a 1-D fp32 tensor in slot order. `mine`: this rank's pieces, in order."""
+        parts = {part.chunk: part for part in self.layout.parts(name)}
+        own, at = torch.cat([piece.clone() for piece in mine] or [torch.empty(0)]), 0
+        for chunk, start, stop, begin in self.layout.whole.parts(name):
+            share = torch.zeros(self.layout.chunk_numel)
+            if (part := parts.get(chunk)) is not None:
+                share[part.start : part.stop].copy_(own[at : at + part.stop - part.start])
+                at += part.stop - part.start
+            whole = torch.empty(self.layout.whole.chunk_numel)
+            dist.all_gather_into_tensor(whole, share, self.process_group)
+            flat[begin : begin + stop - start].copy_(whole[start:stop])
+
+    def _bring(self, group: str, *, writes: bool, phase: Phase) -> None:
+        label = self.binding.access.parameters_in(group)[0].name
+        self.executor.moment(phase, label, [Touch(ref, writes) for ref in self.layout.weight_units(label)])
+
+    def _pieces(self, group: str, whole: Tensor) -> Iterator[tuple[PlaneRef, Tensor]]:
+        """The units of a group's weights, each with its chunk of the whole."""
+        numel = self.layout.whole.chunk_numel
+        for number, chunk in enumerate(self.layout.chunks_of[group]):
+            yield PlaneRef(chunk, WEIGHT), whole[number * numel : (number + 1) * numel]
+
+    def _gather(self, group: str, whole: Tensor) -> None:
+        for ref, piece in self._pieces(group, whole):
+            dist.all_gather_into_tensor(piece, self.executor.store.tensor(ref), self.process_group)
+
+    # gradients
+
+    def agree(self, names: Mapping[str, Tensor]) -> list[str]:
+        """The parameters that have a gradient on any rank, in layout order."""
+        known = list(self.layout.slices)
+        has = torch.tensor([name in names for name in known], dtype=torch.uint8)
+        dist.all_reduce(has, dist.ReduceOp.MAX, self.process_group)
+        return [name for name, there in zip(known, has.tolist(), strict=True) if there]
+
+    def reduced(self, names: list[str], gradients: Mapping[str, Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Chunk by chunk, this rank's share of the mean of all ranks' gradients, in fp32; zeros where one has none."""
+        wanted, size = set(names), self.layout.size
+        for chunk in range(self.layout.n_chunks):
+            pieces = [piece for piece in self.layout.whole.tensors_in(chunk) if piece.name in wanted]
+            if not pieces:
+                continue
+            bound = self.binding.by_name[pieces[0].name]
+            mine = torch.zeros(self.layout.whole.chunk_numel, dtype=bound.shape_only.dtype, device=self.binding.device)
+            for name, start, stop, at in pieces:
+                if name in gradients:
+                    flat = self.binding.by_name[name].flat(gradients[name])
+                    mine[start:stop].copy_(flat[at : at + stop - start])
+            theirs = torch.empty_like(mine)
+            dist.all_to_all_single(theirs, mine, group=self.process_group)
+            first, *others = theirs.view(size, -1).unbind()
+            total = first.to(torch.float32, copy=True)
+            for other in others:
+                total.add_(other)
+            yield chunk, total.mul_(1.0 / size)
