@@ -1,6 +1,7 @@
 """Ranks for tests: processes with a process group of gloo, which do what they are told and say what came of it.
 
-They are forked from a process that has imported torch (`tests/forked.py`), and rank 0 holds their store, as in a program.
+They are forked from a process that has imported torch (`tests/forked.py`). Their store is a file, or is held by rank 0, as in a program: connections to
+that take seconds each where no server of names answers.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,13 +28,14 @@ class Ended:
 
 
 class Team:
-    """Processes that are the ranks of one process group. `file`: where a `FileStore` is to be in place of the one that rank 0 holds."""
+    """Processes that are the ranks of one process group. `over_tcp`: whether rank 0 holds their store."""
 
-    def __init__(self, size: int, *, file: str = "") -> None:
+    def __init__(self, size: int, *, over_tcp: bool = False) -> None:
         self.size = size
         self._pipes: list[Connection] = []
         self._processes = []
-        where = file
+        self._folder = tempfile.TemporaryDirectory()
+        where = "" if over_tcp else f"{self._folder.name}/store"
         for rank in range(size):
             ours, theirs = forkserver().Pipe()
             process = forkserver().Process(target=_serve, args=(theirs, rank, size, where), daemon=True)
@@ -83,12 +86,13 @@ class Team:
         for process in self._processes:
             process.kill()
             process.join()
+        self._folder.cleanup()
 
 
 @contextmanager
-def team(size: int, *, file: str = "") -> Iterator[Team]:
+def team(size: int, *, over_tcp: bool = False) -> Iterator[Team]:
     """A team until the end of the block."""
-    made = Team(size, file=file)
+    made = Team(size, over_tcp=over_tcp)
     try:
         yield made
     finally:

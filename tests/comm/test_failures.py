@@ -42,8 +42,8 @@ def test_ranks_that_do_different_things_raise_on_all_and_exchange_nothing(
 
 @pytest.mark.parametrize("when", ["between", "in it"])
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_is_killed_is_named_by_all_others(who: int, when: str, tmp_path: Path) -> None:
-    with team(3, file=str(tmp_path / "store") if who else "") as ranks:
+def test_a_rank_that_is_killed_is_named_by_all_others(who: int, when: str) -> None:
+    with team(3, over_tcp=who == 0) as ranks:  # whose store goes with it
         answers = ranks.run(programs.loses, who, "killed", when)
     assert answers.pop(who) == Ended(-signal.SIGKILL)
     assert_all_see(answers, who, "has ended without a word: its process")

@@ -15,7 +15,7 @@ from patrickstar.errors import StateError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend
 
-_STORE_TIMEOUT = timedelta(seconds=5)
+_STORE_TIMEOUT = timedelta(seconds=10)
 
 
 class Ranks:
@@ -41,10 +41,12 @@ class Ranks:
         self.rank, self.size = group.rank(), group.size()
         self.device = device or torch.device("cpu")
         self._members = dist.get_process_group_ranks(group)
-        self._users_store = group.get_group_store()  # whose server ends with its last user
+        store = group.get_group_store()
         # Each rank counts for itself how often it has been here: alike on all that do the same.
-        self._name = f"patrickstar/{self._users_store.add(f'patrickstar/times/{self.rank}', 1)}"
-        self.store = self._connected(_STORE_TIMEOUT)
+        name = f"patrickstar/{store.add(f'patrickstar/times/{self.rank}', 1)}"
+        self._store_to_open_with = dist.PrefixStore(name, store)  # kept: where its server is in this process, it ends with its last user
+        self.store = dist.PrefixStore(name, store.clone())
+        self.store.set_timeout(_STORE_TIMEOUT)
 
     def numbers(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """The numbers by which the whole program knows these ranks, in order."""
@@ -58,9 +60,8 @@ class Ranks:
     def open(self, *, timeout_s: float) -> None:
         """Makes the groups, which takes all ranks, each in a thread that may be given up: it waits for the others."""
         timeout = timedelta(seconds=timeout_s)
-        store = self._connected(timeout)
-        self.small = dist.ProcessGroupGloo(dist.PrefixStore("small", store), self.rank, self.size, timeout=timeout)
-        store = dist.PrefixStore("data", store)
+        small, store = (dist.PrefixStore(name, self._store_to_open_with) for name in ("small", "data"))
+        self.small = dist.ProcessGroupGloo(small, self.rank, self.size, timeout=timeout)
         if self.device.type == "cpu":
             self.data = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=timeout)
         else:
@@ -77,8 +78,3 @@ class Ranks:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
                 if self.device.type != "cpu":
                     group.abort()
-
-    def _connected(self, timeout: timedelta) -> dist.Store:
-        store = dist.PrefixStore(self._name, self._users_store.clone())
-        store.set_timeout(timeout)
-        return store
