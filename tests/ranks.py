@@ -1,7 +1,7 @@
 """Ranks for tests: processes with a process group of gloo, which do what they are told and say what came of it.
 
-They are forked from a process that has imported torch (`tests/forked.py`). Their store is a file, or is held by rank 0, as in a program: connections to
-that take seconds each where no server of names answers.
+They are forked from a process that has imported torch (`tests/forked.py`). Their store is a file, or is held by rank 0, as in a program:
+connections to that take seconds each where no server of names answers.
 """
 
 from __future__ import annotations

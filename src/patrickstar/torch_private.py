@@ -318,12 +318,12 @@ def _openmp_set_num_threads() -> Callable[[int], Any] | None:
 
 def all_gather(group: Backend, out: torch.Tensor, shard: torch.Tensor) -> Work:
     """Begins to gather, in `out`, the shards of all ranks of a group that torch keeps no list of; the public call takes groups of its list only."""
-    return group._allgather_base(out, shard)  # type: ignore[attr-defined,no-any-return]
+    return group._allgather_base(out, shard)  # type: ignore[attr-defined]
 
 
 def all_to_all(group: Backend, out: torch.Tensor, pieces: torch.Tensor) -> Work:
     """Begins to send each rank of such a group its piece, and to receive, in `out`, a piece of each."""
-    return group.alltoall_base(out, pieces, [], [])  # type: ignore[attr-defined,no-any-return]
+    return group.alltoall_base(out, pieces, [], [])  # type: ignore[attr-defined]
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

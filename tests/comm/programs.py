@@ -181,7 +181,7 @@ def loses(rank: int, who: int, how: str, when: str, timeout_s: float = 600.0) ->
     n = 2_000_000 if when == "in it" else 10
     out, shard = torch.zeros(size * n), torch.zeros(n)
     if when == "in it":
-        _look_at_data(made, who == rank, how)
+        ends_inside(made, _END[how], is_me=who == rank)
     elif rank == who:
         _END[how]()
     error = raised(made.gather(out, shard, "block 3").wait)
@@ -191,12 +191,13 @@ def loses(rank: int, who: int, how: str, when: str, timeout_s: float = 600.0) ->
     return [error, later, time.monotonic() - began]
 
 
-def _look_at_data(made: Collectives, is_me: bool, how: str) -> None:
+def ends_inside(made: Collectives, end: Callable[[], None], *, is_me: bool) -> None:
+    """Has a rank end in its next gather, after all have said that they will do it."""
     gather = module.all_gather
 
     def ends_here(group: Any, out: torch.Tensor, mine: torch.Tensor) -> Any:
         if group is made._ranks.data and is_me:
-            _END[how]()
+            end()
         return gather(group, out, mine)
 
     module.all_gather = ends_here

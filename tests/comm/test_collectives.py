@@ -48,9 +48,7 @@ def mean(partials: list[torch.Tensor]) -> torch.Tensor:
     [(2, torch.float32, False), (2, torch.bfloat16, True), (3, torch.float32, True), (3, torch.float16, False)]
     + [(3, torch.bfloat16, False), (4, torch.float32, False), (4, torch.float16, True)],
 )
-def test_a_reduce_has_the_bits_of_the_formula(
-    teams: Teams, size: int, dtype: torch.dtype, adds: bool
-) -> None:
+def test_a_reduce_has_the_bits_of_the_formula(teams: Teams, size: int, dtype: torch.dtype, adds: bool) -> None:
     pieces = all_well(teams[size].run(programs.reduced, size, N, dtype, adds))
     partials = [programs.partial(rank, size, N, dtype) for rank in range(size)]
     wanted = mean(partials)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,16 +15,25 @@ from patrickstar.errors import RankError
 from tests.comm import programs
 from tests.ranks import Ended, all_well, team
 
+ROOT = Path(__file__).parents[2]
 GATHER = ("gather", "block 3", 10)
 
 
 @pytest.mark.parametrize(
     ("by_rank", "odd", "said"),
     [
-        ([[GATHER], [GATHER], [("gather", "block 4", 10)]], (2,), ["ranks 0, 1: gather block 3", "rank 2: gather block 4"]),
+        (
+            [[GATHER], [GATHER], [("gather", "block 4", 10)]],
+            (2,),
+            ["ranks 0, 1: gather block 3", "rank 2: gather block 4"],
+        ),
         ([[GATHER], [("reduce", "block 3", 10)], [GATHER]], (1,), ["gather block 3", "rank 1: reduce block 3"]),
         ([[("gather", "block 3", 5)], [GATHER], [GATHER]], (0,), ["rank 0: gather", ": 5 torch", ": 10 torch"]),
-        ([[GATHER, GATHER], [GATHER, ("agree", "x", 0)], [GATHER, GATHER]], (1,), ["collective 3", "rank 1: agree value"]),
+        (
+            [[GATHER, GATHER], [GATHER, ("agree", "x", 0)], [GATHER, GATHER]],
+            (1,),
+            ["collective 3", "rank 1: agree value"],
+        ),
         ([[GATHER], [("gather", "x" * 300 + "y", 10)], [("gather", "x" * 300 + "z", 10)]], (1, 2), ["xxx"]),
     ],
     ids=["another name", "another kind", "another size", "one left out", "names that are the same up to their end"],
@@ -104,6 +115,18 @@ def test_a_rank_of_another_host_that_is_silent_is_gone() -> None:
     assert_all_see(answers, 1, "rank 1")
 
 
+def test_a_program_that_has_lost_a_rank_comes_to_its_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.comm.lost", str(tmp_path / "store")]
+    stopped = subprocess.Popen([*command, "1"], cwd=ROOT)
+    try:
+        lost = subprocess.run([*command, "0"], cwd=ROOT, check=False, capture_output=True, text=True, timeout=100)
+    finally:
+        stopped.kill()
+        stopped.wait()
+    assert lost.returncode == 1
+    assert "RankError: gather block 3 has not ended within 1 s: rank 1 did not answer" in lost.stderr
+
+
 def assert_all_see(answers: list[object], who: int, reason: str) -> None:
     for answer in answers:
         assert isinstance(answer, list), answer
@@ -137,6 +160,7 @@ def test_patience_does_not_run_while_nobody_looks(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("patrickstar.comm.watch.time.monotonic", lambda: now)
     patience = Patience(10)
     seen = []
-    for now in (0.5, 1000.5, 1001.0, *(1001.0 + 0.9 * i for i in range(1, 10))):
+    for at in (0.5, 1000.5, 1001.0, *(1001.0 + 0.9 * i for i in range(1, 10))):
+        now = at
         seen.append(patience.is_over)
     assert seen == [False] * 11 + [True]

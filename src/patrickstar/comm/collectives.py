@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import Future, InvalidStateError
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -89,7 +89,7 @@ class Collectives:
 
     def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str, *, after: Collection[Ticket] = ()) -> Ticket:
         """Has `out` [p * n] get the shards [n] of all ranks, in their order."""
-        assert out.numel() == self._ranks.size * shard.numel() and out.dtype is shard.dtype
+        assert (out.numel(), out.dtype) == (self._ranks.size * shard.numel(), shard.dtype)
 
         def act() -> None:
             self._finish(all_gather(self._ranks.data, _bytes(out), _bytes(shard)))
@@ -115,8 +115,12 @@ class Collectives:
             flags: bytes, on the CPU. Each becomes the bitwise or of those of all ranks.
         """
         size = self._ranks.size
-        assert out.dtype is torch.float32 and partial.numel() == received.numel() == size * out.numel()
-        assert received.dtype is partial.dtype
+        assert out.dtype is torch.float32
+        assert (
+            (partial.numel(), partial.dtype)
+            == (received.numel(), received.dtype)
+            == (size * out.numel(), partial.dtype)
+        )
 
         def act() -> None:
             ranks = self._ranks
@@ -205,11 +209,9 @@ class Collectives:
         with torch.no_grad(), one_thread_here(), stream or nullcontext():
             while (collective := self._queue.get()) is not None:
                 if not collective.end.done():
-                    self._do(collective)
-                    if stream is not None:
-                        stream.synchronize()
+                    self._do(collective, stream)
 
-    def _do(self, collective: _Collective) -> None:
+    def _do(self, collective: _Collective, stream: torch.Stream | None) -> None:
         at = self._watch.position
         try:
             for ticket in collective.after:
@@ -218,9 +220,13 @@ class Collectives:
             if collective.number > 0:
                 self._announce(collective)
             collective.act()
+            if stream is not None:
+                stream.synchronize()
         except BaseException as error:
             _set(collective.end, error)
-            if not (self._closed or isinstance(error, RankError)):  # it is of this rank alone: the others have to know
+            if (
+                not self._closed and self._watch.failure_of(collective.number) is None
+            ):  # it is of this rank alone: the others have to know
                 reason = f"{self._me} failed: {type(error).__name__}: {error}"
                 self._watch.note(News((self._ranks.rank,), collective.text, reason))
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -44,8 +44,10 @@ class Ranks:
         store = group.get_group_store()
         # Each rank counts for itself how often it has been here: alike on all that do the same.
         name = f"patrickstar/{store.add(f'patrickstar/times/{self.rank}', 1)}"
-        self._store_to_open_with = dist.PrefixStore(name, store)  # kept: where its server is in this process, it ends with its last user
-        self.store = dist.PrefixStore(name, store.clone())
+        self._store_to_open_with = dist.PrefixStore(
+            name, store
+        )  # kept: where its server is in this process, it ends with its last user
+        self.store = dist.PrefixStore(name, cast(Any, store).clone())  # torch has no type for it
         self.store.set_timeout(_STORE_TIMEOUT)
 
     def numbers(self, ranks: Sequence[int]) -> tuple[int, ...]:

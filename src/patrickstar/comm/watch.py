@@ -1,8 +1,8 @@
 """A watch over the ranks: notices which of them is gone, has failed or has left, and tells it to all.
 
-A rank of the same host is gone when its process is. One of another host is gone when its heart, a number in the store that its watch counts up, stands
-still; each rank looks at the next one only. Whoever notices writes it into the store, where all ranks read the news. All of that is done by a thread of
-each rank, a few times a second, so that it goes on whatever the others do.
+A rank of the same host is gone when its process is. One of another host is gone when its heart stands still: a number in the store that its watch
+counts up. Each rank looks at the heart of the next one only. Whoever notices writes it into the store, where all ranks read the news. A thread of each
+rank does all that, a few times a second, whatever its others do.
 
 Nothing of other ranks is ever waited for here, and nothing of the store longer than its timeout, seconds.
 """
@@ -56,9 +56,11 @@ class Process:
 
     @classmethod
     def own(cls) -> Process:
-        """This process."""
+        """The process that asks."""
         try:
-            host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+            host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(
+                Path("/proc/self/ns/pid").readlink()
+            )
             return cls(host, os.getpid(), _state(os.getpid())[1])
         except OSError:
             return cls("", os.getpid(), "")
@@ -105,7 +107,7 @@ class News:
 
 @dataclass(slots=True)
 class Position:
-    """How far a rank has come: the number of the last collective that ended there, that of the last one that began, and which that is."""
+    """The numbers of the last collective that ended on a rank and of the last that began there, and which that is."""
 
     done: int = 0
     number: int = 0
@@ -151,7 +153,7 @@ class Watch:
         self._has_met = True
 
     def failure_of(self, number: int) -> RankError | None:
-        """Why a collective of that number cannot be, if it cannot."""
+        """The reason why a collective of that number cannot be, if it cannot."""
         return next((error for after, error in self._failures if number > after), None)
 
     def note(self, news: News, *, tells: bool = True) -> None:
@@ -173,7 +175,10 @@ class Watch:
         news = News((self._ranks.rank,), action, reason, self.position.done, has_left=True)
         telling = threading.Thread(target=self._tell, args=(news,), daemon=True)
         telling.start()
-        for thread in (telling, self._thread):  # in the store's code at the end of the program, a thread would bring it down
+        for thread in (
+            telling,
+            self._thread,
+        ):  # in the store's code at the end of the program, a thread would bring it down
             thread.join(1)
 
     def linger(self) -> None:
@@ -262,4 +267,3 @@ class Watch:
     def _gone(self, rank: int, how: str) -> None:
         self._absent.add(rank)
         self.note(News((rank,), self.position.doing, f"{self._ranks.names([rank])} {how}"))
-
