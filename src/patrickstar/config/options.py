@@ -89,6 +89,6 @@ _KINDS: Final = MappingProxyType(
         "chunked_loss": later(None),
         "poison": FLAG,
         "stress_seed": integer(least=0),
-        "collective_timeout": later(600),
+        "collective_timeout": integer(least=1),
     }
 )

@@ -174,7 +174,7 @@ class WeightAccess:
         if place is None or isinstance(place.key, AssembledKey):
             return None
         if place.key not in self._in_unit:
-            return place.key, place.offset_bytes, self.records[place.key].parameter
+            return place.key, place.offset_bytes, self.records[str(place.key)].parameter
         starts, owners = self._in_unit[place.key]
         return place.key, place.offset_bytes, owners[bisect_right(starts, place.offset_bytes) - 1].tensor()  # type: ignore[return-value]
 

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from patrickstar.comm.collectives import Collectives
+from patrickstar.comm.ranks import Ranks
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.loss_scale import LossScale
 from patrickstar.config.problems import refuse
@@ -23,6 +25,7 @@ from patrickstar.optim.user_optimizer import check_optimizer
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.adopt import take_over
+from patrickstar.session.alike import expect_alike
 from patrickstar.session.buffers import fit_buffers
 from patrickstar.session.build_memory import build_memory
 from patrickstar.session.build_step import build_step
@@ -56,7 +59,7 @@ def assemble(
         what `manage` raises: model and optimizer are then as before.
     """
     named = check_model(model)
-    process_group = find_process_group(memory)
+    ranks = find_ranks(memory)
     if optimizer is not None:
         check_optimizer(optimizer, names_by_id(named))
     source = Loading(model, named, memory.weights) if memory.weights is not None else None
@@ -72,7 +75,7 @@ def assemble(
         trained=lambda p: optimizer is not None and (p.requires_grad or p.grad is not None or p in optimizer.state),
         trains=optimizer is not None,
         find_passes=choose_kernels,
-        process_group=process_group,
+        ranks=ranks,
     )
     uncounted = uncounted_settings(os.environ) if setup.budgets.stream_device is not None else []
     if uncounted:
@@ -82,16 +85,21 @@ def assemble(
             " and ".join(uncounted),
         )
     store = build_memory(setup, make_lane=make_lane)
+    collectives = None if ranks is None else Collectives(ranks, timeout_s=memory.options.collective_timeout)
     try:
-        parts = build_step(model, named, optimizer, setup, store, choice=choice)
+        if collectives is not None:
+            expect_alike(named, optimizer, setup, collectives)
+        parts = build_step(model, named, optimizer, setup, store, choice=choice, collectives=collectives)
         return _begin(parts, optimizer, setup, source)
-    except BaseException:
+    except BaseException as error:
         store.close()
+        if collectives is not None:
+            collectives.close(f"manage() has ended with {type(error).__name__}: {error}")
         raise
 
 
-def find_process_group(memory: MemoryOptions) -> dist.ProcessGroup | None:
-    """A group of our own of all ranks, beside which users' collectives go on; None where there is one process.
+def find_ranks(memory: MemoryOptions) -> Ranks | None:
+    """The ranks of the default process group; None where there is one process.
 
     Raises:
         ConfigError: what is asked for does not go over ranks yet.
@@ -100,17 +108,13 @@ def find_process_group(memory: MemoryOptions) -> dist.ProcessGroup | None:
         return None
     refused = {
         'step="in_backward"': memory.step == "in_backward",
-        f'precision={memory.precision!r}: give precision="fp32"': memory.precision != "fp32",
-        f'device={memory.device!r}: give device="cpu"': memory.device != "cpu",
+        f'precision={memory.precision!r} (give precision="fp32")': memory.precision != "fp32",
+        f'device={memory.device!r} (give device="cpu")': memory.device != "cpu",
         "weights": memory.weights is not None,
     }
-    problems = [
-        f"{what} over {dist.get_world_size()} ranks, which comes later" for what, asked in refused.items() if asked
-    ]
-    refuse(problems, of="manage")
-    group = dist.new_group()
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    later = [f"{what} over {dist.get_world_size()} ranks comes later" for what, asked in refused.items() if asked]
+    refuse(later, of="manage")
+    return Ranks()
 
 
 def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, source: Loading | None) -> Session:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from patrickstar.comm.collectives import Collectives
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GradientUse, PlaneRef
 from patrickstar.core.shards import Shard
@@ -51,11 +52,13 @@ def build_step(
     store: ChunkStore,
     *,
     choice: UpdateChoice = UpdateChoice(),  # noqa: B008  (frozen)
+    collectives: Collectives | None = None,
 ) -> Parts:
     """The parts of a session over a store.
 
     Args:
         optimizer: whose groups say what is updated; None: weights alone are managed. choice: when chunks are updated.
+        collectives: of the ranks that share the model; None: there is one.
     """
     layout, budgets, gradients, precision = setup.layout, setup.budgets, setup.gradients, setup.precision
     formats, memory, machine = setup.formats, setup.memory, budgets.machine
@@ -86,9 +89,9 @@ def build_step(
     )
     masters = Masters(executor, touches, precision.rounding)
     gathering = None
-    if setup.process_group is not None:
+    if collectives is not None:
         assert isinstance(layout, Shard)
-        gathering = Gathering(layout, executor, setup.process_group)
+        gathering = Gathering(layout, executor, collectives)
     binding = Binding(
         named,
         layout,
@@ -188,5 +191,6 @@ def build_step(
         gradients=in_chunks,
         training=training,
         whole=whole,
+        collectives=collectives,
         host_budget_bytes=machine.budget[Tier.HOST] if budgets.host_binds else None,
     )

@@ -79,6 +79,8 @@ class Closing:
         if self._optimizer is not None:
             self._optimizer.detach()
         parts.executor.store.close()
+        if parts.collectives is not None:
+            parts.collectives.close()
 
     def _finish(self) -> None:
         if not self._wanted:

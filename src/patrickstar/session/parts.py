@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from patrickstar.comm.collectives import Collectives
 from patrickstar.core.layout import Layout
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, STEP
 from patrickstar.errors import StateError
@@ -28,6 +29,7 @@ class Parts:
 
     Attributes:
         gradients: those in chunks. whole: the parameters as long as they keep their bytes.
+        collectives: of the ranks that share the model, where there are several.
         host_budget_bytes: what chunks and tensors may take of the host, where the user gave a bound, or None.
     """
 
@@ -43,6 +45,7 @@ class Parts:
     training: Training
     whole: Whole
     host_budget_bytes: int | None
+    collectives: Collectives | None = None
 
     @property
     def steps(self) -> dict[str, int]:

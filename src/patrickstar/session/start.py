@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
+from patrickstar.comm.ranks import Ranks
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.chunk_size import GRAIN, search_chunk_numel, whole_grains
 from patrickstar.core.cuda_blocks import block_bytes
@@ -63,7 +63,7 @@ class Setup:
     passes: Mapping[str, Passes] | None
     binding: BindingKind = "whole"
     has_gradients: bool = False
-    process_group: ProcessGroup | None = None
+    ranks: Ranks | None = None
 
     @property
     def by_use(self) -> str:
@@ -76,7 +76,7 @@ class Setup:
     @property
     def never_whole(self) -> str:
         """The reason why parameters are bound by use whatever the budget; empty where there is none."""
-        if self.process_group is not None:
+        if self.ranks is not None:
             return "ranks share all model states"
         if self.binding != "whole":
             return "asked for"
@@ -159,7 +159,7 @@ def set_up(
     trains: bool = True,
     find_passes: Callable[[torch.device], Mapping[str, Passes]] | None = None,
     binding: BindingKind = "whole",
-    process_group: ProcessGroup | None = None,
+    ranks: Ranks | None = None,
 ) -> Setup:
     """The ground for a model and options of `manage`, which have been checked.
 
@@ -171,9 +171,7 @@ def set_up(
         BudgetError, DeviceError, LayoutError: what is asked for cannot be had.
     """
     precision = find_precision(memory, model, has)
-    layout = layout_of(
-        model, named, memory, precision, granule_bytes=has.granule_bytes, trained=trained, process_group=process_group
-    )
+    layout = layout_of(model, named, memory, precision, granule_bytes=has.granule_bytes, trained=trained, ranks=ranks)
     gradients = GradientUse.UPDATE if memory.step == "in_backward" else GradientUse.CHUNK
     present, absent = present_and_absent_bytes(named.values())
     budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent, has=has)
@@ -188,7 +186,7 @@ def set_up(
         passes=passes,
         binding=binding,
         has_gradients=any(parameter.grad is not None for parameter in named.values()),
-        process_group=process_group,
+        ranks=ranks,
     )
 
 
@@ -200,15 +198,14 @@ def layout_of(
     *,
     granule_bytes: int = 0,
     trained: Callable[[nn.Parameter], bool] = lambda parameter: parameter.requires_grad,
-    process_group: ProcessGroup | None = None,
+    ranks: Ranks | None = None,
 ) -> Layout:
     """The layout of a model's parameters. What stays fp32 whole has chunks of its own in 16-bit modes, and so has what is not trained.
 
     `granule_bytes`: what memory of the tier that computes comes in; 0: in pages.
     """
     tiles = find_tiles(model, named, memory.options.tile_rows)
-    ranks = 1 if process_group is None else process_group.size()
-    blocks = blocks_alone(model, named) if process_group is not None else {}
+    blocks = {} if ranks is None else blocks_alone(model, named)
     specs = [
         TensorSpec(
             name,
@@ -221,13 +218,15 @@ def layout_of(
         for name, parameter in named.items()
     ]
     granule_numel = granule_bytes // precision.formats.narrowest
-    chunk_numel = memory.options.chunk_size or search_chunk_numel(specs, granule_numel=granule_numel, ranks=ranks)
+    chunk_numel = memory.options.chunk_size or search_chunk_numel(
+        specs, granule_numel=granule_numel, ranks=1 if ranks is None else ranks.size
+    )
     if precision.mixed:  # slots are whole pages in 16 bits too
         chunk_numel = whole_grains(chunk_numel, grain=GRAIN)
     if 0 < granule_numel < chunk_numel:  # smaller chunks were asked for: several share a granule
         chunk_numel = whole_grains(chunk_numel, grain=granule_numel)
     layout = build_layout(specs, chunk_numel=chunk_numel)
-    return layout if process_group is None else shard_of(layout, process_group.rank(), ranks)
+    return layout if ranks is None else shard_of(layout, ranks.rank, ranks.size)
 
 
 def blocks_alone(model: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[str, str]:

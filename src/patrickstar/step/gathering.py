@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from patrickstar.comm.collectives import Collectives
 from patrickstar.core.planes import WEIGHT, PlaneRef
 from patrickstar.core.shards import Shard
 from patrickstar.core.trace import Phase, Touch
@@ -28,12 +28,12 @@ from patrickstar.step.executor import Executor
 class Gathering:
     """Makes whole weights of shards, and shards of gradients. Made before the binding, which is given afterwards.
 
-    `process_group`: of the ranks, our own.
+    `collectives`: of all ranks, which do the same ones in the same order.
     """
 
     layout: Shard
     executor: Executor
-    process_group: dist.ProcessGroup
+    collectives: Collectives
     binding: Binding = field(init=False)
 
     # weights
@@ -81,7 +81,7 @@ class Gathering:
                 share[part.start : part.stop].copy_(own[at : at + part.stop - part.start])
                 at += part.stop - part.start
             whole = torch.empty(self.layout.whole.chunk_numel)
-            dist.all_gather_into_tensor(whole, share, self.process_group)
+            self.collectives.gather(whole, share, f"c{chunk} of {name}").wait()
             flat[begin : begin + stop - start].copy_(whole[start:stop])
 
     def _bring(self, group: str, *, writes: bool, phase: Phase) -> None:
@@ -95,21 +95,22 @@ class Gathering:
             yield PlaneRef(chunk, WEIGHT), whole[number * numel : (number + 1) * numel]
 
     def _gather(self, group: str, whole: Tensor) -> None:
-        for ref, piece in self._pieces(group, whole):
-            dist.all_gather_into_tensor(piece, self.executor.store.tensor(ref), self.process_group)
+        tensor_of, gather = self.executor.store.tensor, self.collectives.gather
+        under_way = [gather(piece, tensor_of(ref), str(ref)) for ref, piece in self._pieces(group, whole)]
+        for ticket in under_way:
+            ticket.wait()
 
     # gradients
 
     def agree(self, names: Mapping[str, Tensor]) -> list[str]:
         """The parameters that have a gradient on any rank, in layout order."""
         known = list(self.layout.slices)
-        has = torch.tensor([name in names for name in known], dtype=torch.uint8)
-        dist.all_reduce(has, dist.ReduceOp.MAX, self.process_group)
-        return [name for name, there in zip(known, has.tolist(), strict=True) if there]
+        of_all = self.collectives.agree(bytes(name in names for name in known), "gradients")
+        return [name for name, *there in zip(known, *of_all, strict=True) if any(there)]
 
     def reduced(self, names: list[str], gradients: Mapping[str, Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Chunk by chunk, this rank's share of the mean of all ranks' gradients, in fp32; zeros where one has none."""
-        wanted, size = set(names), self.layout.size
+        wanted = set(names)
         for chunk in range(self.layout.n_chunks):
             pieces = [piece for piece in self.layout.whole.tensors_in(chunk) if piece.name in wanted]
             if not pieces:
@@ -120,10 +121,6 @@ class Gathering:
                 if name in gradients:
                     flat = self.binding.by_name[name].flat(gradients[name])
                     mine[start:stop].copy_(flat[at : at + stop - start])
-            theirs = torch.empty_like(mine)
-            dist.all_to_all_single(theirs, mine, group=self.process_group)
-            first, *others = theirs.view(size, -1).unbind()
-            total = first.to(torch.float32, copy=True)
-            for other in others:
-                total.add_(other)
-            yield chunk, total.mul_(1.0 / size)
+            share = torch.empty(self.layout.chunk_numel, device=self.binding.device)
+            self.collectives.reduce(share, mine, torch.empty_like(mine), f"c{chunk}").wait()
+            yield chunk, share

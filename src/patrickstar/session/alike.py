@@ -1,0 +1,69 @@
+"""What all ranks must have alike before they share a model: compared by `manage`, before anything is changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from patrickstar.comm.collectives import Collectives
+from patrickstar.core.shards import Shard
+from patrickstar.deferred.deferred_init import deferred_by
+from patrickstar.errors import RankError
+from patrickstar.session.start import Setup
+
+_ADVICE = {
+    "the parameters": "build the same model on all ranks",
+    "the values of parameters": "call torch.manual_seed(0) before the model is built, on all ranks",
+    "the optimizer": "give all ranks the same optimizer with the same groups",
+    "the options": "give manage() the same arguments on all ranks",
+    "the version of torch": "install the same one for all ranks",
+}
+
+
+def expect_alike(
+    named: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+    setup: Setup,
+    collectives: Collectives,
+) -> None:
+    """Raises RankError where ranks have other models, values, optimizers, options or versions: which, and what."""
+    assert isinstance(setup.layout, Shard)
+    groups = [] if optimizer is None else optimizer.param_groups
+    names = {id(parameter): name for name, parameter in named.items()}
+    facts = {
+        "the version of torch": torch.__version__,
+        "the parameters": str({name: (*parameter.shape, parameter.dtype) for name, parameter in named.items()}),
+        "the optimizer": str(
+            [
+                {key: [names[id(p)] for p in value] if key == "params" else value for key, value in group.items()}
+                for group in groups
+            ]
+        ),
+        "the options": f"{setup.memory} {setup.layout.whole}",
+        "the values of parameters": _digest(named),
+    }
+    mine = json.dumps({name: hashlib.sha256(fact.encode()).hexdigest() for name, fact in facts.items()})
+    of_all = [json.loads(text) for text in collectives.agree(mine.encode(), "what manage() was given")]
+    for name in facts:
+        others = tuple(rank for rank, theirs in enumerate(of_all) if theirs[name] != of_all[0][name])
+        if others:
+            raise RankError(
+                f"manage(): {name} differ between rank 0 and ranks {others}: {_ADVICE[name]}",
+                ranks=others,
+                action="manage()",
+                reason=f"{name} differ",
+            )
+
+
+def _digest(named: Mapping[str, nn.Parameter]) -> str:
+    """Of the values that are there; what is to be drawn is drawn by all alike, if their random states are."""
+    found = hashlib.sha256()
+    for parameter in named.values():
+        recorder = deferred_by(parameter)
+        value = torch.random.get_rng_state() if recorder is not None else parameter.detach()
+        found.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,230 @@
+"""Several ranks share a model: each keeps its part of every chunk, and all train as one process that has everybody's gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import patrickstar
+from patrickstar.errors import ConfigError, RankError
+from patrickstar.optim.norm import GlobalNorm, clip_factor, norm_of
+from tests.ranks import Ended, Team, all_well, kill_me, team
+
+STEPS = 3
+DEFAULTS: dict[str, Any] = {"precision": "fp32", "device": "cpu", "host_memory": "1GiB"}
+
+
+class Experts(nn.Module):
+    """Rows go to one of three experts, as a rank's data have it: perhaps an expert gets none, on a rank or on all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0] > 0.3).long()  # never the third
+        for number, expert in enumerate(self.experts):
+            if (chosen == number).any():
+                x = x.index_add(0, (chosen == number).nonzero()[:, 0], expert(x[chosen == number]))
+        return x
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 16)) for _ in range(4)])
+
+
+def experts() -> nn.Module:
+    return nn.Sequential(*[Experts() for _ in range(3)])
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(16, 16), *mlp(), nn.Linear(16, 16))
+    model[-1].weight = model[0].weight
+    model[2].requires_grad_(False)
+    return model
+
+
+MODELS = {build.__name__: build for build in (mlp, experts, tied)}
+
+
+def build(name: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return MODELS[name]()
+
+
+def inputs(rank: int, step: int, part: int) -> Tensor:
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(100 * step + 10 * part + rank))
+
+
+def loss_of(model: nn.Module, rank: int, step: int, part: int = 0) -> Tensor:
+    loss: Tensor = model(inputs(rank, step, part)).square().mean()
+    return loss
+
+
+@cache
+def plain(name: str, size: int, parts: int, clip: float | None) -> Mapping[str, Any]:
+    """One process that forms f(1/p) * ((g0 + g1) + ...) of all ranks' gradients, and adds those of several backwards."""
+    model = build(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    named, losses, norms = dict(model.named_parameters()), list[list[float]](), list[float]()
+    for step in range(STEPS):
+        for part in range(parts):
+            sums: dict[str, Tensor] = {}
+            found = []
+            for rank in range(size):
+                loss = loss_of(model, rank, step, part)
+                found.append(loss.item())
+                wanted = {key: p for key, p in named.items() if p.requires_grad}
+                gradients = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+                for key, gradient in zip(wanted, gradients, strict=True):
+                    if gradient is not None:
+                        sums[key] = sums[key] + gradient if key in sums else gradient
+            losses.append(found)
+            for key, total in sums.items():
+                mean = total * (1.0 / size)
+                named[key].grad = mean if named[key].grad is None else named[key].grad + mean
+        if clip is not None:
+            norms.append(clip_as_defined(named, clip))
+        optimizer.step()
+        optimizer.zero_grad()
+    states = {key: optimizer.state[p]["exp_avg"] for key, p in named.items() if p in optimizer.state}
+    return {
+        "losses": losses,
+        "weights": {key: p.detach() for key, p in named.items()},
+        "exp_avg": states,
+        "norms": norms,
+    }
+
+
+def clip_as_defined(named: Mapping[str, nn.Parameter], clip: float) -> float:
+    norm = GlobalNorm()
+    gradients = [p.grad for p in named.values() if p.grad is not None]
+    for gradient in gradients:
+        norm.add(gradient.view(-1))
+        norm.end_tensor()
+    total = norm_of(norm.numbers().tolist())
+    for gradient in gradients:
+        gradient.mul_(clip_factor(clip, total))
+    return total.item()
+
+
+def train(rank: int, name: str, parts: int, clip: float | None, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    model = build(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options = patrickstar.Options(poison=True, accumulate=parts)
+    losses = []
+    with patrickstar.manage(
+        model, optimizer, options=options, max_grad_norm=clip, **{**DEFAULTS, **arguments}
+    ) as session:
+        for step in range(STEPS):
+            for part in range(parts):
+                loss = loss_of(model, rank, step, part)
+                losses.append(loss.item())
+                loss.backward()
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+        stats = session.stats()
+        named = dict(model.named_parameters())
+        states = {key: state["exp_avg"].clone() for key, p in named.items() if (state := session.optimizer.state[p])}
+        read = {key: value.clone() for key, value in session.state_dict().items()}
+        with torch.no_grad():
+            assert all(torch.equal(read[key], p) for key, p in named.items())
+    assert all(torch.equal(read[key], p) for key, p in model.named_parameters())
+    return {"losses": losses, "weights": {key: read[key] for key in named}, "exp_avg": states, "stats": stats}
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
+def ranks(request: pytest.FixtureRequest) -> Iterator[Team]:
+    with team(request.param) as made:
+        yield made
+
+
+ROWS = [
+    ("mlp", 1, None, {}),
+    ("mlp", 2, 0.05, {}),
+    ("experts", 1, 0.05, {}),
+    ("tied", 2, None, {}),
+    ("mlp", 1, None, {"host_memory": "64KiB", "disk": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "parts", "clip", "arguments"), ROWS)
+def test_ranks_train_with_the_bits_of_one_process_that_has_all_gradients(
+    ranks: Team, name: str, parts: int, clip: float | None, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    if "disk" in arguments:
+        arguments = {**arguments, "disk": tmp_path}
+    found = all_well(ranks.run(train, name, parts, clip, arguments, within_s=120))
+    want = plain(name, ranks.size, parts, clip)
+    for rank, answer in enumerate(found):
+        assert answer["losses"] == [losses[rank] for losses in want["losses"]]
+        for what in ("weights", "exp_avg"):
+            for key, value in answer[what].items():
+                assert torch.equal(value, want[what][key]), (rank, what, key)
+            assert answer[what].keys() == want[what].keys()
+        assert (answer["stats"].moved["K>H"] > 0) == ("disk" in arguments)
+        assert answer["stats"].reactive_steps <= (STEPS if name == "experts" else 0), answer["stats"].reason
+
+
+def manage_as(rank: int, seeds: list[int], rates: list[float], **arguments: Any) -> Any:
+    model = build("mlp", seeds[rank])
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rates[rank])
+    try:
+        patrickstar.manage(model, optimizer, **{**DEFAULTS, **arguments})
+    finally:
+        assert all(type(p) is nn.Parameter and torch.equal(before[key], p) for key, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("seeds", "rates", "words"),
+    [([0, 1], [0.1, 0.1], "values of parameters.*torch.manual_seed"), ([0, 0], [0.1, 0.2], "the optimizer differ")],
+)
+def test_ranks_that_are_not_alike_are_refused_by_manage(seeds: list[int], rates: list[float], words: str) -> None:
+    with team(2) as pair:
+        for answer in pair.run(manage_as, seeds, rates):
+            assert isinstance(answer, RankError)
+            with pytest.raises(RankError, match=words):
+                raise answer
+
+
+@pytest.mark.parametrize("arguments", [{"precision": "bf16"}, {"step": "in_backward"}, {"device": "emulated"}], ids=str)
+def test_what_does_not_go_over_ranks_yet_is_refused(arguments: dict[str, Any]) -> None:
+    with team(2) as pair:
+        for answer in pair.run(refused, arguments):
+            assert isinstance(answer, ConfigError)
+            assert "over 2 ranks comes later" in str(answer)
+
+
+def refused(rank: int, arguments: dict[str, Any]) -> None:
+    manage_as(rank, [0, 0], [0.1, 0.1], **arguments)
+
+
+def train_until(rank: int, when: str) -> None:
+    model = build("mlp")
+    session = patrickstar.manage(model, torch.optim.AdamW(model.parameters()), **DEFAULTS)
+    for step in range(20):
+        if rank == 1 and step == 2:
+            if when == "forward":
+                model[2].register_forward_hook(lambda *_: kill_me())
+            else:
+                kill_me()
+        loss_of(model, rank, step).backward()
+        session.optimizer.step()
+        session.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("when", ["forward", "between steps"])
+def test_a_rank_that_is_killed_ends_the_others_with_an_error_that_names_it(when: str) -> None:
+    with team(3) as three:
+        first, killed, last = three.run(train_until, when, within_s=60)
+    assert isinstance(killed, Ended)
+    for answer in (first, last):
+        assert isinstance(answer, RankError), answer
+        assert answer.ranks == (1,)
