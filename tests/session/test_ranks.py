@@ -208,7 +208,11 @@ def refused(rank: int, arguments: dict[str, Any]) -> None:
 
 def train_until(rank: int, when: str) -> None:
     model = build("mlp")
-    session = patrickstar.manage(model, torch.optim.AdamW(model.parameters()), **DEFAULTS)
+    with patrickstar.manage(model, torch.optim.AdamW(model.parameters()), **DEFAULTS) as session:
+        train_on(model, session, rank, when)
+
+
+def train_on(model: nn.Module, session: patrickstar.Session, rank: int, when: str) -> None:
     for step in range(20):
         if rank == 1 and step == 2:
             if when == "forward":

@@ -83,6 +83,11 @@ class Collectives:
         self._issue("open", "groups", "", self._open, ())
 
     @property
+    def failure(self) -> RankError | None:
+        """The error with which every call fails from now on, if there is one."""
+        return self._watch.failure_of(self._issued + 1)
+
+    @property
     def has_given_up(self) -> bool:
         """True where torch may still read and write tensors of a collective that has failed: their memory must stay."""
         return bool(self._given_up)

@@ -46,6 +46,12 @@ class Closing:
         self._dtypes = dtypes
         self._buffers = buffers
         self._optimizer = optimizer
+        lost = None if parts.collectives is None else parts.collectives.failure
+        if keep_weights and lost is not None:
+            _log.warning(
+                "the weights that other ranks had are lost (%s): parameters are on the meta device now", lost.reason
+            )
+            keep_weights = False
         self._wanted = keep_weights
         self._keeps = keep_weights and self._fits(self._weight_bytes())
 
