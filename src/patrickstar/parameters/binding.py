@@ -114,6 +114,7 @@ class Binding:
         self.owner = owner
         self.is_whole = whole
         self.device = device
+        self.kept_bytes: Callable[[], int] = int  # of gradients that wait for those of other ranks
         self.leases = leases
         self.records = make_records(named, layout, dtypes=dtypes, copied=copied, device=device)
         self.by_name = {name: self.records[name] for name in named}
@@ -204,7 +205,9 @@ class Binding:
 
     def taken_bytes(self) -> int:
         """Bytes of the budget that the user has taken: gradients of the user's own, unless all are, and whole tensors put together."""
-        return (0 if self.is_whole else self.gradients.taken_bytes()) + self.leases.assembled_bytes()
+        return (
+            (0 if self.is_whole else self.gradients.taken_bytes()) + self.leases.assembled_bytes() + self.kept_bytes()
+        )
 
     # one use
 

@@ -172,6 +172,7 @@ def build_step(
     events.masters, masters.binding = gathering or masters, binding
     if gathering is not None:
         gathering.binding, events.gathered = binding, gathering.gathered
+        binding.kept_bytes = gathering.kept_bytes
     events.assembling = Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=updates.steps)
     events.outside = next((named[name] for name in named if all(name not in place.names for place in places)), None)
     events.advice = lambda: (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -87,6 +88,16 @@ class Session:
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(name, gradient in fp32) of every parameter that has one, one at a time: a copy, or the user's own tensor where that is fp32."""
         return self._training().gradients()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context whose backwards add gradients on this rank alone, as DDP's: those of all ranks are added by the first backward after it.
+
+        On all ranks alike. One process has nothing to leave out.
+        """
+        gathering = self._training().gathering
+        with nullcontext() if gathering is None else gathering.postponing():
+            yield
 
     # state
 

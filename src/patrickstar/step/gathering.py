@@ -9,7 +9,8 @@ Source: sharding of model states is ZeRO's (Rajbhandari et al., 2020); by chunks
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -28,7 +29,9 @@ from patrickstar.step.executor import Executor
 class Gathering:
     """Makes whole weights of shards, and shards of gradients. Made before the binding, which is given afterwards.
 
-    `collectives`: of all ranks, which do the same ones in the same order.
+    Attributes:
+        collectives: of all ranks, which do the same ones in the same order.
+        postpones: how many contexts say that gradients are not to be reduced. kept: those that wait for that, in fp32, by name.
     """
 
     layout: Shard
@@ -38,8 +41,15 @@ class Gathering:
 
     # weights
 
+    postpones: int = 0
+    kept: dict[str, Tensor] = field(default_factory=dict)
+
     def __post_init__(self) -> None:
         self.gathered = Gathered(self.layout, self._whole)
+
+    def kept_bytes(self) -> int:
+        """Bytes of gradients that wait to be reduced."""
+        return sum(gradient.nbytes for gradient in self.kept.values())
 
     def make(self, group: str) -> Tensor:
         """The weights of a group that has been gathered for a use."""
@@ -101,6 +111,37 @@ class Gathering:
             ticket.wait()
 
     # gradients
+
+    @contextmanager
+    def postponing(self) -> Iterator[None]:
+        """A context in which gradients stay this rank's own, in fp32, until a backward outside of it, or the step."""
+        self.postpones += 1
+        try:
+            yield
+        finally:
+            self.postpones -= 1
+
+    def add(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The gradients of a backward, added to those that have waited; they wait too, where they are to, and none are given then."""
+        with self.executor.quiet():
+            if not self.postpones and not self.kept:
+                return gradients
+            new = sum(4 * gradient.numel() for name, gradient in gradients.items() if name not in self.kept)
+            with self.executor.room.making(new):
+                for name, gradient in gradients.items():
+                    if name in self.kept:
+                        self.kept[name].add_(gradient)
+                    else:
+                        self.kept[name] = gradient.to(torch.float32, copy=True)
+        if self.postpones:
+            return {}
+        whole, self.kept = self.kept, {}
+        return whole
+
+    def drop(self, names: Collection[str]) -> None:
+        """Forgets gradients that have waited."""
+        for name in self.kept.keys() & set(names):
+            del self.kept[name]
 
     def agree(self, names: Mapping[str, Tensor]) -> list[str]:
         """The parameters that have a gradient on any rank, in layout order."""

@@ -106,14 +106,20 @@ class Training(ABC):
         sums, self._sums = self._sums, None
         came = {} if sums is None else sums.take()
         if self.gathering is not None:
-            names = self.gathering.agree(came)
-            self.in_chunks.add_shares(names, self.gathering.reduced(names, came))
+            self._share(self.gathering, self.gathering.add(came))
         else:
             for name, gradient in came.items():
                 self.in_chunks.add(self.binding.records[name], gradient)
         assert not self.in_chunks.incomplete, "some tiles of a parameter have been used without the others"
         self.in_chunks.whole |= self.in_chunks.names
         self.stretches.backward_ended()
+
+    def _share(self, gathering: Gathering, gradients: Mapping[str, Tensor]) -> None:
+        """Has all ranks add their gradients, of which each keeps its part; unless they are to wait."""
+        if not gathering.postpones:
+            names = gathering.agree(gradients)
+            self.in_chunks.add_shares(names, gathering.reduced(names, gradients))
+            self.in_chunks.whole |= self.in_chunks.names
 
     # gradients read and let go
 
@@ -138,6 +144,8 @@ class Training(ABC):
         wanted = set(self.binding.by_name if names is None else names)
         if self._sums is not None:
             self._sums.drop(label for name in wanted for label in (name, *self.layout.leaves(name)))
+        if self.gathering is not None:
+            self.gathering.drop(wanted)
         if set_to_none:
             self.in_chunks.drop(wanted)
             self.binding.gradients.forget_own(wanted)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from patrickstar.core.trace import Phase, Trace
+from patrickstar.errors import StateError
 from patrickstar.memory.device_failure import noticed_at
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import GlobalNorm, clip_factor, norm_of
@@ -171,6 +172,12 @@ class DeferredTraining(Training):
         """Notes the update of every parameter that has a gradient and is in a group."""
         self.expect_whole()
         if self.gathering is not None:
+            if self.gathering.postpones:
+                raise StateError(
+                    "optimizer.step() inside of session.no_sync(): gradients are this rank's own; call it outside"
+                )
+            if self.gathering.kept:
+                self._share(self.gathering, self.gathering.add({}))
             self.gathering.gathered.forget()
         self._expect_gradients()
         if self.max_grad_norm is not None:
