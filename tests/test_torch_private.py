@@ -25,6 +25,7 @@ from patrickstar.torch_private import (
     at_end_of_backward,
     backward_id,
     backward_makes_graph,
+    broadcast,
     call_without_hooks_of_all_modules,
     checks_for_nan,
     fake_over,
@@ -61,10 +62,13 @@ def test_groups_that_torch_keeps_no_list_of_gather_and_exchange():
     gathered, exchanged = ([torch.zeros(n, dtype=torch.uint8) for _ in mine] for n in (4, 2))
     works = [all_gather(group, gathered[rank], mine[rank]) for rank, group in enumerate(groups)]
     works += [all_to_all(group, exchanged[rank], mine[rank]) for rank, group in enumerate(groups)]
+    given = [tensor.clone() for tensor in mine]
+    works += [broadcast(group, given[rank], 1) for rank, group in enumerate(groups)]
     for work in works:
         work.wait()
     assert [t.tolist() for t in gathered] == [[0, 1, 4, 5]] * 2
     assert [t.tolist() for t in exchanged] == [[0, 4], [1, 5]]
+    assert [t.tolist() for t in given] == [[4, 5], [4, 5]]
 
 
 def test_plain_switches_subclass_handlers_off():

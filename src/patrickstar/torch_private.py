@@ -321,6 +321,11 @@ def all_gather(group: Backend, out: torch.Tensor, shard: torch.Tensor) -> Work:
     return group._allgather_base(out, shard)  # type: ignore[attr-defined]
 
 
+def broadcast(group: Backend, tensor: torch.Tensor, root: int) -> Work:
+    """Begins to give what one rank of such a group has to all."""
+    return group.broadcast(tensor, root)  # type: ignore[attr-defined]
+
+
 def all_to_all(group: Backend, out: torch.Tensor, pieces: torch.Tensor) -> Work:
     """Begins to send each rank of such a group its piece, and to receive, in `out`, a piece of each."""
     return group.alltoall_base(out, pieces, [], [])  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from patrickstar.comm import collectives as module
 from patrickstar.comm import watch
@@ -21,10 +22,18 @@ from patrickstar.memory.thread_lane import ThreadLane
 from tests.ranks import kill_me, stop_me
 
 
+def all_there(*, timeout_s: float = 600.0) -> Collectives:
+    """Collectives of ranks that have all come; from there on they wait that long."""
+    made = Collectives(Ranks())
+    made.agree(b"", "all are there")
+    made._timeout_s = timeout_s
+    return made
+
+
 @contextmanager
 def opened(**options: Any) -> Iterator[Collectives]:
     """Collectives until the end of the block."""
-    made = Collectives(Ranks(), **options)
+    made = all_there(**options)
     try:
         yield made
     finally:
@@ -112,33 +121,59 @@ def beside_others(rank: int, size: int, count: int) -> list[float]:
 def counted(rank: int, size: int) -> list[tuple[int, int]]:
     """The bytes that are counted, and those that are given to the process groups: data, and all else."""
     with opened() as made:
-        made.agree(b"", "groups are there")
         before = made.announced_bytes
         given = {"data": 0, "besides": 0}
+        calls = [module.all_gather, module.all_to_all, module.broadcast]
 
-        def counts(call: Callable[..., Any], each: int) -> Callable[..., Any]:
-            def counting(group: Any, out: torch.Tensor, mine: torch.Tensor) -> Any:
-                given["data" if group is made._ranks.data else "besides"] += mine.nbytes * (size - 1) // each
-                return call(group, out, mine)
+        def gather(group: Any, out: torch.Tensor, mine: torch.Tensor) -> Any:
+            given["data" if group is made._ranks.data else "besides"] += mine.nbytes * (size - 1)
+            return calls[0](group, out, mine)
 
-            return counting
+        def exchange(group: Any, out: torch.Tensor, pieces: torch.Tensor) -> Any:
+            given["data" if group is made._ranks.data else "besides"] += pieces.nbytes // size * (size - 1)
+            return calls[1](group, out, pieces)
 
-        gather, exchange = module.all_gather, module.all_to_all
-        module.all_gather, module.all_to_all = counts(gather, 1), counts(exchange, size)
+        def send(group: Any, piece: torch.Tensor, root: int) -> Any:
+            given["data" if group is made._ranks.data else "besides"] += piece.nbytes * (size - 1) * (root == rank)
+            return calls[2](group, piece, root)
+
+        module.all_gather, module.all_to_all, module.broadcast = gather, exchange, send
         try:
             flags = torch.zeros(3, dtype=torch.uint8)
             made.gather(torch.zeros(7 * size), torch.zeros(7), "layer").wait()
             grads = torch.zeros(5 * size, dtype=torch.bfloat16)
             made.reduce(torch.zeros(5), grads, grads.clone(), "layer", flags=flags).wait()
         finally:
-            module.all_gather, module.all_to_all = gather, exchange
+            module.all_gather, module.all_to_all, module.broadcast = calls
         return [(made.sent_bytes, given["data"]), (made.announced_bytes - before, given["besides"])]
+
+
+def in_a_group(rank: int) -> list[Any]:
+    """The shards of the two ranks of one row of a mesh of four; and the error where those of the second row do different things."""
+    group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")).get_group("dp")
+    made = Collectives(Ranks(group))
+    out = torch.zeros(2)
+    made.gather(out, torch.tensor([float(rank)]), "layer").wait()
+    shards = out.tolist()
+    error = raised(made.gather(out, torch.zeros(1), "odd" if rank == 3 else "even").wait)
+    made.close()
+    return [shards, error]
+
+
+def given_up(rank: int) -> list[bool]:
+    """Whether torch has been left with something, where all was well, and where a rank has stopped in a gather."""
+    with opened() as well:
+        pass
+    made = all_there(timeout_s=0.5)
+    ends_inside(made, stop_me, is_me=rank == 1)
+    raised(made.gather(torch.zeros(2), torch.zeros(1), "layer").wait)
+    made.close()
+    return [well.has_given_up, made.has_given_up]
 
 
 def after_closing(rank: int) -> list[Any]:
     """What a call gives once this rank has closed, and once another one has."""
-    made = Collectives(Ranks())
-    made.agree(b"", "all are there")
+    made = all_there()
     if rank == 0:
         made.close()
     error = raised(lambda: made.agree(b"", "again"))
@@ -159,7 +194,6 @@ def calls(rank: int, by_rank: list[list[tuple[str, str, int]]], **options: Any) 
     """Does what is listed for this rank (kind, name, elements), and gives the error of the last, of one call more, and whether bytes were sent."""
     size = dist.get_world_size()
     with opened(**options) as made:
-        made.agree(b"", "all are there")
         error = None
         for kind, what, n in by_rank[rank]:
             if kind == "sleep":
@@ -176,8 +210,7 @@ def calls(rank: int, by_rank: list[list[tuple[str, str, int]]], **options: Any) 
 def loses(rank: int, who: int, how: str, when: str, timeout_s: float = 600.0) -> list[Any]:
     """Loses one rank somehow at some moment; what the others see, then and later, and how long `close()` takes after it."""
     size = dist.get_world_size()
-    made = Collectives(Ranks(), timeout_s=timeout_s)
-    made.agree(b"", "all are there")
+    made = all_there(timeout_s=timeout_s)
     n = 2_000_000 if when == "in it" else 10
     out, shard = torch.zeros(size * n), torch.zeros(n)
     if when == "in it":
@@ -193,14 +226,14 @@ def loses(rank: int, who: int, how: str, when: str, timeout_s: float = 600.0) ->
 
 def ends_inside(made: Collectives, end: Callable[[], None], *, is_me: bool) -> None:
     """Has a rank end in its next gather, after all have said that they will do it."""
-    gather = module.all_gather
+    send = module.broadcast
 
-    def ends_here(group: Any, out: torch.Tensor, mine: torch.Tensor) -> Any:
-        if group is made._ranks.data and is_me:
+    def ends_here(group: Any, piece: torch.Tensor, root: int) -> Any:
+        if group is made._ranks.data and is_me and root == 1:  # some of it has been sent
             end()
-        return gather(group, out, mine)
+        return send(group, piece, root)
 
-    module.all_gather = ends_here
+    module.broadcast = ends_here
 
 
 def _raise() -> None:
@@ -239,8 +272,7 @@ def on_hosts_of_their_own(rank: int, who: int) -> Any:
 def ends_while_the_last_is_under_way(rank: int) -> float:
     """One rank ends when its part of the last gather is done; the others come to look at theirs once they know that."""
     size = dist.get_world_size()
-    made = Collectives(Ranks())
-    made.agree(b"", "all are there")
+    made = all_there()
     finish, seen = made._finish, 0
 
     def late(*works: Any) -> None:

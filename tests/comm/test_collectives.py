@@ -114,6 +114,16 @@ def test_the_bytes_sent_are_those_given_to_the_process_groups(teams: Teams, size
     assert all_well(teams[size].run(programs.counted, size)) == [[(data, data), (besides, besides)]] * size
 
 
+def test_ranks_of_a_mesh_have_the_numbers_of_the_program(teams: Teams) -> None:
+    answers = all_well(teams[4].run(programs.in_a_group))
+    assert [out for out, _ in answers] == [[0.0, 1.0], [0.0, 1.0], [2.0, 3.0], [2.0, 3.0]]
+    assert [error for _, error in answers[:2]] == [None, None]
+    for _, error in answers[2:]:
+        assert isinstance(error, RankError)
+        assert error.ranks == (3,)
+        assert "rank 2: gather even" in str(error)
+
+
 def test_nothing_works_once_one_rank_has_closed(teams: Teams) -> None:
     (mine,), (theirs,) = all_well(teams[2].run(programs.after_closing))
     assert isinstance(mine, StateError)

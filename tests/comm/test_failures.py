@@ -115,6 +115,11 @@ def test_a_rank_of_another_host_that_is_silent_is_gone() -> None:
     assert_all_see(answers, 1, "rank 1")
 
 
+def test_memory_that_torch_still_uses_is_told() -> None:
+    with team(2) as ranks:
+        assert ranks.run(programs.given_up, without=[1]) == [[False, True], Ended(None)]
+
+
 def test_a_program_that_has_lost_a_rank_comes_to_its_end(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.comm.lost", str(tmp_path / "store")]
     stopped = subprocess.Popen([*command, "1"], cwd=ROOT)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from patrickstar.errors import StateError
+from patrickstar.errors import StateError, some
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend
@@ -57,7 +57,7 @@ class Ranks:
     def names(self, ranks: Sequence[int]) -> str:
         """`rank 3`, or `ranks 1, 3`, for messages."""
         numbers = self.numbers(ranks)
-        return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+        return f"rank{'s' * (len(numbers) > 1)} {some(list(map(str, numbers)), most=8)}"
 
     def open(self, *, timeout_s: float) -> None:
         """Makes the groups, which takes all ranks, each in a thread that may be given up: it waits for the others."""

@@ -1,8 +1,8 @@
 """A watch over the ranks: notices which of them is gone, has failed or has left, and tells it to all.
 
 A rank of the same host is gone when its process is. One of another host is gone when its heart stands still: a number in the store that its watch
-counts up. Each rank looks at the heart of the next one only. Whoever notices writes it into the store, where all ranks read the news. A thread of each
-rank does all that, a few times a second, whatever its others do.
+counts up. Each rank looks at the heart of the next one only. Whoever notices writes it into the store, where all ranks read the news. A thread of
+each rank does that, a few times a second, whatever its others do.
 
 Nothing of other ranks is ever waited for here, and nothing of the store longer than its timeout, seconds.
 """
@@ -211,6 +211,8 @@ class Watch:
                 continue  # each call would write to stderr
             try:
                 self._read_news()
+                if not self._has_met and self._store.check([f"who/{rank}" for rank in range(self._ranks.size)]):
+                    self.meet()
                 self._beat()
             except Exception as error:
                 if self._store_silence is not None:
