@@ -79,7 +79,7 @@ def test_a_value_that_is_not_taken_is_told_with_what_is(bad, why):
     assert len(refusal.value.problems) == 1
 
 
-@pytest.mark.parametrize("early", [{"chunked_loss": True}, {"chunked_loss": False}, {"collective_timeout": 60}])
+@pytest.mark.parametrize("early", [{"chunked_loss": True}, {"chunked_loss": False}])
 def test_an_option_of_a_later_version_takes_its_default_only(early):
     with pytest.raises(ConfigError, match="arrives in a later version"):
         Options(**early)

@@ -68,6 +68,7 @@ class Collectives:
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._process = os.getpid()
+        self._me = ranks.names([ranks.rank])
 
         self._issued = -1
         self._under_way: dict[int, Future[None]] = {}
@@ -181,10 +182,6 @@ class Collectives:
         self.close(f"{self._me} has ended{how}")
         if self._ranks.rank == 0:
             self._watch.linger()
-
-    @property
-    def _me(self) -> str:
-        return self._ranks.names([self._ranks.rank])
 
     def _issue(self, kind: str, what: str, detail: str, act: Task, after: Collection[Ticket]) -> Ticket:
         end: Future[None] = Future()

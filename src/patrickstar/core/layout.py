@@ -40,7 +40,7 @@ class TensorSpec:
     block: str = ""
 
     def kind(self) -> tuple[bool, bool, str]:
-        """What tensors that share chunks have in common: (stays fp32 whole, is frozen, its block)."""
+        """Flags of a tensor, and its block: (stays fp32 whole, is frozen, block). Tensors of one kind share chunks."""
         return self.whole, not self.trainable, self.block
 
     @property
@@ -113,7 +113,7 @@ class Group(NamedTuple):
     block: str = ""
 
     def kind(self) -> tuple[bool, bool, str]:
-        """What the group's tensors have in common, in the order of `TensorSpec.kind`."""
+        """The kind of the group's tensors, in the order of `TensorSpec.kind`."""
         return self.whole, self.frozen, self.block
 
     def __str__(self) -> str:
@@ -148,7 +148,11 @@ class Layout:
             for index, tile in enumerate(place.tiles)
         }
         object.__setattr__(self, "_labels", labels)
-        object.__setattr__(self, "_parts", {label: self._find_parts(label) for label in (*self.slices, *labels)})
+        parts = {name: tuple(_parts_of(self.tiles(name), self.chunk_numel)) for name in self.slices}
+        parts |= {
+            label: tuple(_parts_of([tile], self.chunk_numel, tile.tensor_start)) for label, (_, tile) in labels.items()
+        }
+        object.__setattr__(self, "_parts", parts)
         object.__setattr__(self, "_run_of", tuple(run for run in self.runs for _ in range(run.length)))
         object.__setattr__(self, "has_frozen", any(group.frozen for group in self.groups))
         heads = [group.head for group in self.groups]
@@ -160,14 +164,6 @@ class Layout:
                 pieces[part.chunk].append(Piece(name, part.start, part.stop, part.tensor_start))
         object.__setattr__(self, "_pieces", tuple(map(tuple, pieces)))
 
-    def _find_parts(self, label: str) -> tuple[Part, ...]:
-        return tuple(_parts_of(self.tiles(label), self.chunk_numel))
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks that share every chunk."""
-        return 1
-
     @property
     def n_chunks(self) -> int:
         """Chunks of all runs together."""
@@ -176,10 +172,6 @@ class Layout:
     def is_whole(self, chunk: int) -> bool:
         """Tells whether a chunk's tensors stay fp32 whole."""
         return self._group_of[chunk].whole
-
-    def block_of(self, chunk: int) -> str:
-        """The block whose tensors a chunk has; "" where they are of none."""
-        return self._group_of[chunk].block
 
     def is_frozen(self, chunk: int) -> bool:
         """Tells whether a chunk's tensors were not trained when the layout was made."""
@@ -225,14 +217,6 @@ class Layout:
         """The weight unit that a part lies in, and from which of the unit's elements on."""
         head = self._run_of[part.chunk].head
         return PlaneRef(head, WEIGHT), (part.chunk - head) * self.chunk_numel + part.start
-
-    def group(self, label: str) -> str | None:  # noqa: ARG002
-        """Over ranks: the block whose chunks are gathered where a tensor is used."""
-        return None
-
-    def offset(self, label: str) -> int:
-        """Where a tensor begins in the unit that is used, or in what is gathered."""
-        return self.slices[label].offset
 
     def run_of(self, chunk: int) -> Run:
         """The run a chunk belongs to."""
@@ -282,10 +266,10 @@ class Layout:
         return Layout, (self.chunk_numel, self.runs, dict(self.slices), self.groups)
 
 
-def _parts_of(tiles: Sequence[Tile], chunk_numel: int) -> Iterator[Part]:
+def _parts_of(tiles: Sequence[Tile], chunk_numel: int, since: int = 0) -> Iterator[Part]:
     for tile in tiles:
         at, stop = tile.offset, tile.offset + tile.numel
-        before = tile.tensor_start - tiles[0].tensor_start - tile.offset
+        before = tile.tensor_start - since - tile.offset
         while at < stop:
             ordinal, start = divmod(at, chunk_numel)
             numel = min(stop - at, chunk_numel - start)

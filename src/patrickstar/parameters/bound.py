@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from patrickstar.core.layout import Layout, Part
 from patrickstar.core.planes import PlaneRef
+from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.strides import contiguous_strides, dense_strides
 from patrickstar.core.trace import Touch
 from patrickstar.memory.leases import WeightKey
@@ -127,6 +128,7 @@ def make_records(
         device: where uses are; None: where the parameters are.
     """
     nans: dict[torch.dtype, Tensor] = {}
+    shards = layout if isinstance(layout, ShardLayout) else None
     records: dict[str, BoundParameter] = {}
     for name, parameter in named.items():
         dtype = dtypes.get(name, torch.float32)
@@ -139,7 +141,7 @@ def make_records(
             _reference(parameter),
             parameter,
             layout.weight_units(name),
-            layout.offset(name),
+            shards.offset(name) if shards is not None else layout.slices[name].offset,
             torch.empty_strided(
                 parameter.shape,
                 contiguous_strides(parameter.shape) if tiles else dense_strides(parameter.shape, parameter.stride()),
@@ -151,7 +153,7 @@ def make_records(
             is_copied=name in copied or bool(tiles),
             tiles=tiles,
             arrivals=tuple(gradient_parts(layout, name, writes=True)),
-            group=layout.group(name),
+            group=None if shards is None else shards.group(name),
         )
         records.update((tile.name, tile) for tile in tiles)
     return records

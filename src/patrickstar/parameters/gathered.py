@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from patrickstar.core.shards import Shard
+from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.trace import Touch
 
 
 class Gathered:
     """The groups that are there. `gather`: makes the weights of a group, 1-D, chunk after chunk."""
 
-    def __init__(self, layout: Shard, gather: Callable[[str], Tensor]) -> None:
+    def __init__(self, layout: ShardLayout, gather: Callable[[str], Tensor]) -> None:
         self._layout = layout
         self._gather = gather
         self.there: dict[str, Tensor] = {}

@@ -22,6 +22,7 @@ from patrickstar.core.formats import Formats, SessionFormats
 from patrickstar.core.layout import Layout, Part
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, GradientUse, PlaneRef
+from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 
 
@@ -86,7 +87,7 @@ class Touches:
 
     def adds_up(self, label: str, dtype: str) -> bool:
         """Tells whether parts of a gradient are added up in their own type until the backward ends, since the plane keeps another type."""
-        if self.layout.ranks > 1:  # until all ranks add theirs
+        if isinstance(self.layout, ShardLayout):  # until all ranks add theirs
             return self.gradients is not GradientUse.NONE
         place = self.layout.slices.get(label)
         is_one = place is not None and not place.tiles and not self.counts.apart

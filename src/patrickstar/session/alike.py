@@ -1,27 +1,31 @@
-"""What all ranks must have alike before they share a model: compared by `manage`, before anything is changed."""
+"""Facts that all ranks must have alike before they share a model: `manage` compares them before anything is changed."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
 
 import torch
 from torch import nn
 
 from patrickstar.comm.collectives import Collectives
-from patrickstar.core.shards import Shard
+from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.deferred.deferred_init import deferred_by
 from patrickstar.errors import RankError
 from patrickstar.session.start import Setup
 
-_ADVICE = {
-    "the parameters": "build the same model on all ranks",
-    "the values of parameters": "call torch.manual_seed(0) before the model is built, on all ranks",
-    "the optimizer": "give all ranks the same optimizer with the same groups",
-    "the options": "give manage() the same arguments on all ranks",
-    "the version of torch": "install the same one for all ranks",
-}
+_ADVICE: Final = MappingProxyType(
+    {
+        "the parameters": "build the same model on all ranks",
+        "the values of parameters": "call torch.manual_seed(0) before the model is built, on all ranks",
+        "the optimizer": "give all ranks the same optimizer with the same groups",
+        "the options": "give manage() the same arguments on all ranks",
+        "the version of torch": "install the same one for all ranks",
+    }
+)
 
 
 def expect_alike(
@@ -31,7 +35,7 @@ def expect_alike(
     collectives: Collectives,
 ) -> None:
     """Raises RankError where ranks have other models, values, optimizers, options or versions: which, and what."""
-    assert isinstance(setup.layout, Shard)
+    assert isinstance(setup.layout, ShardLayout)
     groups = [] if optimizer is None else optimizer.param_groups
     names = {id(parameter): name for name, parameter in named.items()}
     facts = {

@@ -11,7 +11,7 @@ from torch import nn
 from patrickstar.comm.collectives import Collectives
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GradientUse, PlaneRef
-from patrickstar.core.shards import Shard
+from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.memory.store import ChunkStore
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.user_optimizer import read_groups
@@ -90,7 +90,7 @@ def build_step(
     masters = Masters(executor, touches, precision.rounding)
     gathering = None
     if collectives is not None:
-        assert isinstance(layout, Shard)
+        assert isinstance(layout, ShardLayout)
         gathering = Gathering(layout, executor, collectives)
     binding = Binding(
         named,

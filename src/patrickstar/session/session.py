@@ -207,7 +207,7 @@ class Session:
         self._saving().export(Path(dir), shard_bytes=shard_bytes)
 
     def _saving(self) -> Saving:
-        if self._parts.layout.ranks > 1:
+        if self._parts.collectives is not None:
             raise StateError(
                 "checkpoints and exports over ranks come later: torch.save(session.state_dict(), file) on all ranks"
             )

@@ -18,7 +18,7 @@ from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout, TensorSpec, build_layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, WEIGHT, GradientUse, PlaneRef
-from patrickstar.core.shards import shard_of
+from patrickstar.core.shard_layout import shard_of
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.errors import BudgetError, LayoutError

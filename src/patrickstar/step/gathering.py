@@ -9,7 +9,7 @@ Source: sharding of model states is ZeRO's (Rajbhandari et al., 2020); by chunks
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from patrickstar.comm.collectives import Collectives
 from patrickstar.core.planes import WEIGHT, PlaneRef
-from patrickstar.core.shards import Shard
+from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.gathered import Gathered
@@ -34,7 +34,7 @@ class Gathering:
         postpones: how many contexts say that gradients are not to be reduced. kept: those that wait for that, in fp32, by name.
     """
 
-    layout: Shard
+    layout: ShardLayout
     executor: Executor
     collectives: Collectives
     binding: Binding = field(init=False)
@@ -121,7 +121,16 @@ class Gathering:
         finally:
             self.postpones -= 1
 
-    def add(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def share(
+        self, gradients: Mapping[str, Tensor], add: Callable[[list[str], Iterable[tuple[int, Tensor]]], None]
+    ) -> None:
+        """Has all ranks add their gradients of a backward, and those that have waited, of which each `add`s its part; unless they are to wait."""
+        whole = self._with_kept(gradients)
+        if not self.postpones:
+            names = self._agree(whole)
+            add(names, self._reduced(names, whole))
+
+    def _with_kept(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The gradients of a backward, added to those that have waited; they wait too, where they are to, and none are given then."""
         with self.executor.quiet():
             if not self.postpones and not self.kept:
@@ -143,13 +152,13 @@ class Gathering:
         for name in self.kept.keys() & set(names):
             del self.kept[name]
 
-    def agree(self, names: Mapping[str, Tensor]) -> list[str]:
+    def _agree(self, names: Mapping[str, Tensor]) -> list[str]:
         """The parameters that have a gradient on any rank, in layout order."""
         known = list(self.layout.slices)
         of_all = self.collectives.agree(bytes(name in names for name in known), "gradients")
         return [name for name, *there in zip(known, *of_all, strict=True) if any(there)]
 
-    def reduced(self, names: list[str], gradients: Mapping[str, Tensor]) -> Iterator[tuple[int, Tensor]]:
+    def _reduced(self, names: list[str], gradients: Mapping[str, Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Chunk by chunk, this rank's share of the mean of all ranks' gradients, in fp32; zeros where one has none."""
         wanted = set(names)
         for chunk in range(self.layout.n_chunks):

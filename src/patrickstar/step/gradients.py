@@ -106,6 +106,7 @@ class Gradients:
                         target = unit[start:stop]
                         self.passes[target.device.type].put(target, share[start:stop], adds=name in before)
         self.names |= wanted
+        self.whole |= wanted
 
     def _make_ready(self, name: str, bound: BoundParameter) -> None:
         """Makes room for a gradient of a parameter, and makes what is there already fit to be added to."""

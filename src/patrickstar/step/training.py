@@ -106,20 +106,13 @@ class Training(ABC):
         sums, self._sums = self._sums, None
         came = {} if sums is None else sums.take()
         if self.gathering is not None:
-            self._share(self.gathering, self.gathering.add(came))
+            self.gathering.share(came, self.in_chunks.add_shares)
         else:
             for name, gradient in came.items():
                 self.in_chunks.add(self.binding.records[name], gradient)
         assert not self.in_chunks.incomplete, "some tiles of a parameter have been used without the others"
         self.in_chunks.whole |= self.in_chunks.names
         self.stretches.backward_ended()
-
-    def _share(self, gathering: Gathering, gradients: Mapping[str, Tensor]) -> None:
-        """Has all ranks add their gradients, of which each keeps its part; unless they are to wait."""
-        if not gathering.postpones:
-            names = gathering.agree(gradients)
-            self.in_chunks.add_shares(names, gathering.reduced(names, gradients))
-            self.in_chunks.whole |= self.in_chunks.names
 
     # gradients read and let go
 

@@ -177,7 +177,7 @@ class DeferredTraining(Training):
                     "optimizer.step() inside of session.no_sync(): gradients are this rank's own; call it outside"
                 )
             if self.gathering.kept:
-                self._share(self.gathering, self.gathering.add({}))
+                self.gathering.share({}, self.in_chunks.add_shares)
             self.gathering.gathered.forget()
         self._expect_gradients()
         if self.max_grad_norm is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from patrickstar.core.planes import GRAD, GradientUse, PlaneRef
-from patrickstar.core.shards import Shard
+from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.memory.leases import CopyKey, Leases, WeightKey
 from patrickstar.parameters.backward_sums import BackwardSums
@@ -54,9 +54,9 @@ class Twin(Owner):
         self._last: Sequence[Touch] = ()  # of the last moment
         self.changes_copies = False
         layout = touches.layout
-        self._gathered = Gathered(layout, partial(self._whole, layout)) if isinstance(layout, Shard) else None
+        self._gathered = Gathered(layout, partial(self._whole, layout)) if isinstance(layout, ShardLayout) else None
 
-    def _whole(self, layout: Shard, group: str) -> Tensor:
+    def _whole(self, layout: ShardLayout, group: str) -> Tensor:
         assert self.binding is not None
         dtype = self._dtypes.get(self.binding.access.parameters_in(group)[0].name, torch.float32)
         return torch.empty(layout.group_numel(group), dtype=dtype, device=self._device)
@@ -108,7 +108,7 @@ class Twin(Owner):
     def _backward_ends(self) -> None:
         if not inside_backward_node():  # not one of those inside of it, where blocks are recomputed
             came, layout = self._sums.take(), self.touches.layout
-            if isinstance(layout, Shard):
+            if isinstance(layout, ShardLayout):
                 for chunk, label in layout.with_pieces(came):
                     self._moment(Phase.BACKWARD, label, (Touch(PlaneRef(chunk, GRAD), True),))
                 return

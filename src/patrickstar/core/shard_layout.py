@@ -1,4 +1,4 @@
-"""Shards: what each of several ranks keeps of every chunk, an even share of all of its planes.
+"""Shards: the part that each of several ranks keeps of every chunk, an even share of all of its planes.
 
 A chunk is cut in as many pieces of one size as there are ranks, in rank order. A tensor goes across the cuts: a rank has the parts of it that lie in
 its own pieces. A shard is a layout like any other, of smaller chunks, in which a tensor has only some of its elements. What needs a tensor whole
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from patrickstar.core.layout import Layout, Part, Run, Slice
+from patrickstar.core.layout import Layout, Run, Slice, Tile
 from patrickstar.core.planes import WEIGHT, PlaneRef
 from patrickstar.errors import LayoutError
 
 
 @dataclass(frozen=True, slots=True)
-class Shard(Layout):
+class ShardLayout(Layout):
     """The layout of what one rank keeps: chunks of which each is its share of one of the whole layout's.
 
     Attributes:
@@ -39,17 +39,18 @@ class Shard(Layout):
             chunks[block] = (*chunks.get(block, ()), chunk)
         object.__setattr__(self, "chunks_of", MappingProxyType(chunks))
 
-    def _find_parts(self, label: str) -> tuple[Part, ...]:
-        begin, found = self.rank * self.chunk_numel, list[Part]()
+    def tiles(self, label: str) -> tuple[Tile, ...]:
+        """Places of those elements of a tensor that this rank has, one in each chunk."""
+        begin, found = self.rank * self.chunk_numel, list[Tile]()
         for chunk, start, stop, tensor_start in self.whole.parts(label):
             first, last = max(start - begin, 0), min(stop - begin, self.chunk_numel)
             if first < last:
-                found.append(Part(chunk, first, last, tensor_start + first + begin - start))
+                found.append(Tile(chunk, first, tensor_start + first + begin - start, last - first))
         return tuple(found)
 
-    @property
-    def ranks(self) -> int:
-        return self.size
+    def block_of(self, chunk: int) -> str:
+        """The block whose tensors a chunk has; "" where they are of none."""
+        return self._group_of[chunk].block
 
     def weight_units(self, label: str) -> tuple[PlaneRef, ...]:
         """The shares of all chunks that are gathered where the tensor is used."""
@@ -60,7 +61,7 @@ class Shard(Layout):
         return self.block_of(self.slices[label].chunk)
 
     def offset(self, label: str) -> int:
-        """Where a tensor begins in the chunks of its group, gathered one after the other."""
+        """The place of a tensor's first element in the chunks of its group, gathered one after the other."""
         place = self.whole.slices[label]
         return self.chunks_of[self.group(label)].index(place.chunk) * self.whole.chunk_numel + place.offset
 
@@ -79,8 +80,8 @@ class Shard(Layout):
         return shard_of, (self.whole, self.rank, self.size)
 
 
-def shard_of(layout: Layout, rank: int, size: int) -> Shard:
-    """What one of so many ranks keeps of a layout.
+def shard_of(layout: Layout, rank: int, size: int) -> ShardLayout:
+    """The layout of what one of so many ranks keeps.
 
     Raises:
         LayoutError: there is no such rank, chunks cannot be cut evenly, or tensors are in tiles.
@@ -98,4 +99,4 @@ def shard_of(layout: Layout, rank: int, size: int) -> Shard:
         Run(chunk, 1, tuple(piece.name for piece in layout.tensors_in(chunk))) for chunk in range(layout.n_chunks)
     )
     slices = {name: Slice(name, place.chunk, 0, place.numel) for name, place in layout.slices.items()}
-    return Shard(layout.chunk_numel // size, runs, slices, layout.groups, whole=layout, rank=rank, size=size)
+    return ShardLayout(layout.chunk_numel // size, runs, slices, layout.groups, whole=layout, rank=rank, size=size)
