@@ -13,6 +13,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Final
@@ -28,6 +29,13 @@ _IMPORTED_ONCE: Final = (
 )
 
 
+def forkserver() -> ForkServerContext:
+    """What starts processes that have imported all of that."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_IMPORTED_ONCE))
+    return context
+
+
 def run_script(
     script: Path | str,
     *arguments: object,
@@ -40,13 +48,11 @@ def run_script(
     Raises:
         TimeoutError: it has not ended by then, and has been killed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_IMPORTED_ONCE))
     words = [str(script), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as name:
         out, err = Path(name) / "out", Path(name) / "err"
         known = {**os.environ, **(environment or {})}
-        process = context.Process(target=_run, args=(words, cwd or Path.cwd(), known, out, err))
+        process = forkserver().Process(target=_run, args=(words, cwd or Path.cwd(), known, out, err))
         process.start()
         process.join(timeout)
         if process.exitcode is None:

@@ -16,6 +16,7 @@ from patrickstar.errors import (
     DeviceError,
     Error,
     LayoutError,
+    RankError,
     StateError,
     nearest,
     some,
@@ -53,6 +54,7 @@ def kinds_of(kind):
 ERRORS = [
     Error("what"),
     SHORT,
+    RankError("gone", ranks=[1, 2], action="gather block 3", reason="killed"),
     ConfigError("all", problems=["a", "b"]),
     *(kind("what") for kind in (LayoutError, StateError, CheckpointError, DeviceError, DataError)),
     *(kind("what") for kind in (DeviceFailureError, MachineError, ModelError)),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -17,10 +19,13 @@ from patrickstar.torch_private import (
     Plain,
     Undispatched,
     Unseen,
+    all_gather,
+    all_to_all,
     are_saved_tensors_hooks_allowed,
     at_end_of_backward,
     backward_id,
     backward_makes_graph,
+    broadcast,
     call_without_hooks_of_all_modules,
     checks_for_nan,
     fake_over,
@@ -39,6 +44,31 @@ from patrickstar.torch_private import (
     without_modes,
     writes_by_schema,
 )
+
+
+def test_groups_that_torch_keeps_no_list_of_gather_and_exchange():
+    store = dist.HashStore()
+    groups = [None, None]
+
+    def make(rank):
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timeout=timedelta(seconds=60))
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    mine = [torch.tensor([4 * rank, 4 * rank + 1], dtype=torch.uint8) for rank in (0, 1)]
+    gathered, exchanged = ([torch.zeros(n, dtype=torch.uint8) for _ in mine] for n in (4, 2))
+    works = [all_gather(group, gathered[rank], mine[rank]) for rank, group in enumerate(groups)]
+    works += [all_to_all(group, exchanged[rank], mine[rank]) for rank, group in enumerate(groups)]
+    given = [tensor.clone() for tensor in mine]
+    works += [broadcast(group, given[rank], 1) for rank, group in enumerate(groups)]
+    for work in works:
+        work.wait()
+    assert [t.tolist() for t in gathered] == [[0, 1, 4, 5]] * 2
+    assert [t.tolist() for t in exchanged] == [[0, 4], [1, 5]]
+    assert [t.tolist() for t in given] == [[4, 5], [4, 5]]
 
 
 def test_plain_switches_subclass_handlers_off():

@@ -12,7 +12,16 @@ import typing as _typing
 
 from patrickstar.config.loss_scale import LossScale
 from patrickstar.config.options import Options
-from patrickstar.errors import BudgetError, CheckpointError, ConfigError, DeviceError, Error, LayoutError, StateError
+from patrickstar.errors import (
+    BudgetError,
+    CheckpointError,
+    ConfigError,
+    DeviceError,
+    Error,
+    LayoutError,
+    RankError,
+    StateError,
+)
 
 if _typing.TYPE_CHECKING:
     from patrickstar.deferred.deferred_init import deferred_init
@@ -31,6 +40,7 @@ __all__ = [
     "LayoutError",
     "LossScale",
     "Options",
+    "RankError",
     "Session",
     "StateError",
     "deferred_init",

@@ -6,7 +6,8 @@
     ├── LayoutError      parameters that cannot be managed
     ├── StateError       a call at the wrong time
     ├── CheckpointError  a file that is not what it should be
-    └── DeviceError      a device or a disk directory that does not do its work
+    ├── DeviceError      a device or a disk directory that does not do its work
+    └── RankError        another rank that is gone, does not answer, or does something else
 
 Each message says what happened, the numbers, and what to change.
 """
@@ -16,7 +17,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["BudgetError", "CheckpointError", "ConfigError", "DeviceError", "Error", "LayoutError", "StateError"]
+__all__ = [
+    "BudgetError",
+    "CheckpointError",
+    "ConfigError",
+    "DeviceError",
+    "Error",
+    "LayoutError",
+    "RankError",
+    "StateError",
+]
 
 
 class Error(Exception):
@@ -84,6 +94,22 @@ class CheckpointError(Error):
 
 class DeviceError(Error):
     """A device or a disk directory that does not do its work: file, offset and bytes where there are such."""
+
+
+class RankError(Error):
+    """A rank that is gone, does not answer, or does something else than the others. After it only `close()` works.
+
+    Attributes:
+        ranks: the ranks that it is about; none where it is not known.
+        action: what was under way, as `gather layers.3`; "" where nothing was.
+        reason: what has become of those ranks, without what to do about it.
+    """
+
+    def __init__(self, message: str, *, ranks: Sequence[int] = (), action: str = "", reason: str = "") -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.action = action
+        self.reason = reason
 
 
 def _rebuilt(kind: type[Error], args: tuple[object, ...], attributes: dict[str, object]) -> Error:

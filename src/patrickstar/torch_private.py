@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from types import FunctionType
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 import torch.optim.optimizer as _optimizers
@@ -21,6 +21,9 @@ from torch.overrides import _pop_mode as _pop_function_mode
 from torch.overrides import _push_mode as _push_function_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
+
+if TYPE_CHECKING:  # a build of torch may have none
+    from torch._C._distributed_c10d import Backend, Work
 
 Plain = torch._C.DisableTorchFunctionSubclass
 """Context in which tensor subclasses behave as plain tensors."""
@@ -311,6 +314,21 @@ def _openmp_set_num_threads() -> Callable[[int], Any] | None:
         return cast(Any, ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).omp_set_num_threads)
     except (OSError, AttributeError):
         return None
+
+
+def all_gather(group: Backend, out: torch.Tensor, shard: torch.Tensor) -> Work:
+    """Begins to gather, in `out`, the shards of all ranks of a group that torch keeps no list of; the public call takes groups of its list only."""
+    return group._allgather_base(out, shard)  # type: ignore[attr-defined]
+
+
+def broadcast(group: Backend, tensor: torch.Tensor, root: int) -> Work:
+    """Begins to give what one rank of such a group has to all."""
+    return group.broadcast(tensor, root)  # type: ignore[attr-defined]
+
+
+def all_to_all(group: Backend, out: torch.Tensor, pieces: torch.Tensor) -> Work:
+    """Begins to send each rank of such a group its piece, and to receive, in `out`, a piece of each."""
+    return group.alltoall_base(out, pieces, [], [])  # type: ignore[attr-defined]
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

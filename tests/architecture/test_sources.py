@@ -100,7 +100,7 @@ def test_every_public_name_can_be_imported():
 
 
 def test_the_errors_are_public():
-    kinds = ("Budget", "Checkpoint", "Config", "Device", "Layout", "State", "")
+    kinds = ("Budget", "Checkpoint", "Config", "Device", "Layout", "Rank", "State", "")
     assert {f"{kind}Error" for kind in kinds} <= set(patrickstar.__all__)
 
 

@@ -14,6 +14,7 @@ from tests.mutants.moving import MOVING
 from tests.mutants.mutant import Mutant
 from tests.mutants.outside import OUTSIDE
 from tests.mutants.planning import PLANNING
+from tests.mutants.ranks import RANKS
 from tests.mutants.sixteen_bits import SIXTEEN_BITS
 from tests.mutants.streams import STREAMS
 from tests.mutants.tiles import TILES
@@ -41,4 +42,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *ENGINE,
     *HOMES,
     *STREAMS,
+    *RANKS,
 )

@@ -18,7 +18,7 @@ from patrickstar.memory.workers import Job, Workers
 _LATEST_SECONDS = 2e-3
 
 
-class _Ticket(Ticket):
+class ThreadTicket(Ticket):
     """The end of a work that a thread does."""
 
     def __init__(self, end: Future[None]) -> None:
@@ -58,7 +58,7 @@ class ThreadLane:
         end.add_done_callback(self._forget)
         before = tuple(after)  # the caller may go on with its own
         when_all_settled(before, lambda: self._start(work, before, end))
-        return _Ticket(end)
+        return ThreadTicket(end)
 
     def _start(self, work: Task, after: Collection[Ticket], end: Future[None]) -> None:
         def fail(error: Exception) -> None:

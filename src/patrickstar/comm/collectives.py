@@ -1,0 +1,348 @@
+"""Collectives over ranks, one after another, in the order of their issue: a thread does them, and callers wait on tickets.
+
+(1) All ranks do the same, or none does: before each collective the ranks compare what each is about to do. No byte of data moves before.
+(2) Nothing hangs: a collective is asked whether it has ended, and the watch whether all ranks are there. Whoever waits on a ticket waits for neither.
+(3) An error is for ever: what comes after one that failed fails with it. What torch has under way then is given up, and may still write.
+(4) A sum has the bits of the formula: in the order of ranks, in fp32, whatever the backend and the number of hosts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Collection
+from concurrent.futures import Future, InvalidStateError
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from patrickstar.comm.ranks import Ranks
+from patrickstar.comm.watch import News, Patience, Watch
+from patrickstar.errors import RankError, StateError, some
+from patrickstar.memory.lanes import Task, Ticket
+from patrickstar.memory.thread_lane import ThreadTicket
+from patrickstar.torch_private import all_gather, all_to_all, broadcast, one_thread_here
+
+ANNOUNCEMENT_BYTES: Final = 256
+_DIGEST_BYTES: Final = 16
+_SUMMED_AT_ONCE: Final = 1 << 18  # elements
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 5e-5, 1e-3
+_GRACE_S: Final = 5.0  # for the watch to find out who it was
+_MORE_THAN_OURS_S: Final = 15.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Collective:
+    """One collective. `text`: kind and name; `detail`: what else must be alike; `after`: what it comes after here."""
+
+    number: int
+    text: str
+    detail: str
+    act: Task
+    after: tuple[Ticket, ...]
+    end: Future[None]
+
+
+class Collectives:
+    """Collectives of one rank. Every rank issues the same ones, in one order; waiting is for whoever needs a result.
+
+    After a `RankError` all tickets fail with it, those of later calls, too. Tensors belong to a collective until its ticket is done.
+
+    Args:
+        timeout_s: the longest time to wait for other ranks. poll_s: how often the watch looks.
+
+    Attributes:
+        sent_bytes: data that this rank has sent. announced_bytes: what it has sent besides: announcements, flags and values to agree on.
+    """
+
+    def __init__(self, ranks: Ranks, *, timeout_s: float = 600.0, poll_s: float = 0.25) -> None:
+        self.sent_bytes = self.announced_bytes = 0
+        self._ranks = ranks
+        self._timeout_s = timeout_s
+        self._process = os.getpid()
+
+        self._issued = -1
+        self._under_way: dict[int, Future[None]] = {}
+        self._given_up: list[Any] = []
+        self._closed = False
+        self._lock = threading.Lock()
+        self._queue: SimpleQueue[_Collective | None] = SimpleQueue()
+        self._watch = Watch(ranks, self._fail_what_cannot_be, poll_s=poll_s)
+        # A daemon: where torch does not come back, it keeps no program from its end.
+        self._thread = threading.Thread(target=self._run, name="patrickstar collectives", daemon=True)
+        self._thread.start()
+        atexit.register(self._leave_at_exit)
+        self._issue("open", "groups", "", self._open, ())
+
+    @property
+    def has_given_up(self) -> bool:
+        """True, once this is closed, where torch may still read and write tensors of a collective that has failed: their memory must stay."""
+        return bool(self._given_up) or self._thread.is_alive()
+
+    def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str, *, after: Collection[Ticket] = ()) -> Ticket:
+        """Has `out` [p * n] get the shards [n] of all ranks, in their order."""
+        assert (out.numel(), out.dtype) == (self._ranks.size * shard.numel(), shard.dtype)
+
+        def act() -> None:
+            self._finish(*self._gathered(_bytes(out), _bytes(shard)))
+            self.sent_bytes += (self._ranks.size - 1) * shard.nbytes
+
+        return self._issue("gather", what, f"{shard.numel()} {shard.dtype}", act, after)
+
+    def reduce(
+        self,
+        out: torch.Tensor,
+        partial: torch.Tensor,
+        received: torch.Tensor,
+        what: str,
+        *,
+        flags: torch.Tensor | None = None,
+        adds: bool = False,
+        after: Collection[Ticket] = (),
+    ) -> Ticket:
+        """Has `out` [n], in fp32, be f(1/p) * (((g0 + g1) + g2) + ...), of the pieces of all ranks' `partial` [p * n] that are this rank's.
+
+        Args:
+            received: to receive into: as `partial`, whose type travels. adds: whether that is added to what `out` holds.
+            flags: bytes, on the CPU. Each becomes the bitwise or of those of all ranks.
+        """
+        size = self._ranks.size
+        assert out.dtype is torch.float32
+        assert (
+            (partial.numel(), partial.dtype)
+            == (received.numel(), received.dtype)
+            == (size * out.numel(), partial.dtype)
+        )
+
+        def act() -> None:
+            ranks = self._ranks
+            works = [all_to_all(ranks.data, _bytes(received), _bytes(partial))]
+            if flags is not None:
+                of_all = flags.new_empty(size, flags.numel())
+                works.append(all_gather(ranks.small, _bytes(of_all), _bytes(flags)))
+            self._finish(*works)
+            self.sent_bytes += (size - 1) * out.numel() * partial.element_size()
+            sum_in_rank_order(out, received.view(size, -1), adds=adds)
+            if flags is not None:
+                self.announced_bytes += (size - 1) * flags.nbytes
+                for theirs in of_all:
+                    flags.bitwise_or_(theirs.view_as(flags))
+
+        n_flags = 0 if flags is None else flags.numel()
+        return self._issue("reduce", what, f"{out.numel()} {partial.dtype}, {n_flags} flags", act, after)
+
+    def agree(self, value: bytes, what: str) -> list[bytes]:
+        """The values of all ranks, in their order; waits for them."""
+        values: list[bytes] = []
+
+        def act() -> None:
+            lengths = self._gather_bytes(len(value).to_bytes(8, "little"))
+            longest = max(int.from_bytes(length, "little") for length in lengths)
+            padded = self._gather_bytes(value.ljust(longest, b"\0"))
+            values.extend(
+                text[: int.from_bytes(length, "little")] for text, length in zip(padded, lengths, strict=True)
+            )
+
+        self._issue("agree", what, "", act, ()).wait()
+        return values
+
+    def close(self, reason: str = "") -> None:
+        """Takes part in nothing any more, and tells the others. Waits for nobody; what is under way fails."""
+        with self._lock:
+            if self._closed or os.getpid() != self._process:  # a forked child speaks for nobody
+                return
+            self._closed = True
+            ends = list(self._under_way.values())
+        for end in ends:
+            _set(end, StateError("communication between ranks is closed"))
+        self._queue.put(None)
+        self._watch.leave("close()" if not reason else "exit", reason or f"{self._me} has closed its session")
+        self._thread.join(1)
+        self._ranks.close(abandons=bool(ends) or self.has_given_up)
+        if self._ranks.rank > 0:
+            atexit.unregister(self._leave_at_exit)
+
+    def _leave_at_exit(self) -> None:
+        error = getattr(sys, "last_value", None)
+        how = f" after {type(error).__name__}: {error}" if error is not None else ""
+        self.close(f"{self._me} has ended{how}")
+        if self._ranks.rank == 0 and os.getpid() == self._process:
+            self._watch.linger()
+
+    @property
+    def _me(self) -> str:
+        return self._ranks.names([self._ranks.rank])
+
+    def _issue(self, kind: str, what: str, detail: str, act: Task, after: Collection[Ticket]) -> Ticket:
+        end: Future[None] = Future()
+        with self._lock:
+            self._issued += 1
+            number = self._issued
+            if self._closed:
+                _set(end, StateError("communication between ranks is closed"))
+            self._under_way[number] = end
+            self._queue.put(_Collective(number, f"{kind} {what}", detail, act, tuple(after), end))
+        end.add_done_callback(lambda _: self._under_way.pop(number, None))
+        self._fail_what_cannot_be()
+        return ThreadTicket(end)
+
+    def _open(self) -> None:
+        self._ranks.open(timeout_s=self._timeout_s + _MORE_THAN_OURS_S)
+        self._watch.meet()
+
+    def _fail_what_cannot_be(self) -> None:
+        for number, end in list(self._under_way.items()):
+            if (error := self._watch.failure_of(number)) is not None:
+                _set(end, error)
+
+    def _run(self) -> None:
+        device = self._ranks.device
+        stream = None if device.type == "cpu" else torch.Stream(device)
+        with torch.no_grad(), one_thread_here(), stream or nullcontext():
+            while (collective := self._queue.get()) is not None:
+                if not collective.end.done():
+                    self._do(collective, stream)
+
+    def _do(self, collective: _Collective, stream: torch.Stream | None) -> None:
+        at = self._watch.position
+        try:
+            for ticket in collective.after:
+                ticket.wait()
+            at.number, at.doing = collective.number, collective.text
+            if collective.number > 0:
+                self._announce(collective)
+            collective.act()
+            if stream is not None:
+                stream.synchronize()
+        except BaseException as error:
+            _set(collective.end, error)
+            if (
+                not self._closed and self._watch.failure_of(collective.number) is None
+            ):  # it is of this rank alone: the others have to know
+                reason = f"{self._me} failed: {type(error).__name__}: {error}"
+                self._watch.note(News((self._ranks.rank,), collective.text, reason))
+        else:
+            at.done, at.doing = collective.number, ""
+            _set(collective.end, None)
+
+    def _announce(self, collective: _Collective) -> None:
+        text = f"{collective.text} (collective {collective.number}: {collective.detail})".encode()
+        row = hashlib.sha256(text).digest()[:_DIGEST_BYTES] + text[: ANNOUNCEMENT_BYTES - _DIGEST_BYTES]
+        rows = self._gather_bytes(row.ljust(ANNOUNCEMENT_BYTES, b"\0"))
+        if len(set(rows)) == 1:
+            return
+        ranks_of = {row: [rank for rank, theirs in enumerate(rows) if theirs == row] for row in dict.fromkeys(rows)}
+        texts = {row: row[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace") for row in ranks_of}
+        said = some(
+            [f"{self._ranks.names(ranks_of[row])}: {text}" for row, text in texts.items()], most=8, separator="; "
+        )
+        most = max(ranks_of, key=lambda row: len(ranks_of[row]))  # the first of those
+        reason = (
+            f"ranks were about to do different things, and nothing was exchanged: {said}. All ranks call"
+            " the same modules, in the same order, for as many batches"
+        )
+        odd = tuple(rank for row, ranks in ranks_of.items() if row != most for rank in ranks)
+        raise self._failed(News(odd, collective.text, reason))
+
+    def _gathered(self, out: torch.Tensor, shard: torch.Tensor) -> list[dist.Work]:
+        ranks = self._ranks
+        if ranks.device.type != "cpu":
+            return [all_gather(ranks.data, out, shard)]
+        # As many bytes, and half of the time or less: gloo's gather copies all of it once more.
+        pieces = out.view(ranks.size, -1)
+        pieces[ranks.rank].copy_(shard)
+        return [broadcast(ranks.data, piece, root) for root, piece in enumerate(pieces)]
+
+    def _gather_bytes(self, row: bytes) -> list[bytes]:
+        """The bytes of all ranks, as many of each; none are sent where there are none."""
+        if not row:
+            return [row] * self._ranks.size
+        mine = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+        rows = mine.new_empty(self._ranks.size, len(row))
+        self._finish(all_gather(self._ranks.small, _bytes(rows), mine))
+        self.announced_bytes += (self._ranks.size - 1) * len(row)
+        return [theirs.numpy().tobytes() for theirs in rows]
+
+    def _finish(self, *works: dist.Work) -> None:
+        """Returns when works of torch have ended.
+
+        Raises:
+            RankError: they will not, or have not ended well; or it takes too long.
+        """
+        number = self._watch.position.number
+        patience, pause = Patience(self._timeout_s), _SHORTEST_PAUSE_S
+        try:
+            for work in works:
+                while not work.is_completed():
+                    self._check(number)
+                    if patience.is_over:
+                        ranks, found = self._watch.late_for(number)
+                        reason = f"{self._watch.position.doing} has not ended within {self._timeout_s:g} s: {found}"
+                        raise self._failed(News(tuple(ranks), self._watch.position.doing, reason))
+                    time.sleep(pause)
+                    pause = min(1.5 * pause, _LONGEST_PAUSE_S)
+                work.wait()  # for what it raises
+        except (RankError, StateError):
+            self._given_up.append(works)
+            raise
+        except RuntimeError as error:
+            self._given_up.append(works)
+            raise self._broken(number, error) from error
+
+    def _check(self, number: int) -> None:
+        if self._closed:
+            raise StateError("communication between ranks is closed")
+        if (error := self._watch.failure_of(number)) is not None:
+            raise error
+
+    def _broken(self, number: int, error: RuntimeError) -> RankError:
+        """The error for a connection that is broken: the watch's, if it finds out why."""
+        patience = Patience(_GRACE_S)
+        while not patience.is_over:
+            self._check(number)
+            time.sleep(_LONGEST_PAUSE_S)
+        reason = f"a connection to another rank broke: {error}"
+        return self._failed(News(tuple(self._watch.absent), self._watch.position.doing, reason))
+
+    def _failed(self, news: News) -> RankError:
+        """The error that news make, told to the others."""
+        self._watch.note(news)
+        error = self._watch.failure_of(sys.maxsize)
+        assert error is not None
+        return error
+
+
+def sum_in_rank_order(out: torch.Tensor, pieces: torch.Tensor, *, adds: bool) -> None:
+    """Has `out` [n] be, or be more by, f(1/p) * (((g0 + g1) + g2) + ...), of the rows of `pieces` [p, n]: in fp32, element for element."""
+    size = len(pieces)
+    scratch = out.new_empty(min(out.numel(), _SUMMED_AT_ONCE))
+    for start in range(0, out.numel(), _SUMMED_AT_ONCE):
+        target = out[start : start + _SUMMED_AT_ONCE]
+        total = scratch[: len(target)] if adds else target
+        total.copy_(pieces[0, start : start + len(target)])
+        for piece in pieces[1:]:
+            total.add_(piece[start : start + len(target)])
+        total.mul_(1 / size)
+        if adds:
+            target.add_(total)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    # As bytes, which every backend takes.
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _set(end: Future[None], error: BaseException | None) -> None:
+    with suppress(InvalidStateError):  # it is over
+        if error is None:
+            end.set_result(None)
+        else:
+            end.set_exception(error)

@@ -1,0 +1,56 @@
+"""Faults in what ranks exchange, in which order, and in what becomes of them where one is gone."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Fault, Mutant
+from tests.mutants.operators import always, drop, replace, without
+
+HERE = "tests/comm/test_collectives.py"
+FAILURES = "tests/comm/test_failures.py"
+OF_THREE = (f"{HERE}::test_a_reduce_has_the_bits_of_the_formula[3-dtype2-True]",)
+DIFFERENT = f"{FAILURES}::test_ranks_that_do_different_things_raise_on_all_and_exchange_nothing"
+KILLED = f"{FAILURES}::test_a_rank_that_is_killed_is_named_by_all_others"
+
+RANKS: tuple[Mutant, ...] = (
+    Fault("ranks are summed in another order", "comm.collectives:sum_in_rank_order").by(
+        replace("pieces[1:]", "_.flip(0)"), *OF_THREE
+    ),
+    Fault("a sum over ranks is divided by their number", "comm.collectives:sum_in_rank_order").by(
+        replace("total.mul_(1 / size)", "total.div_(size)"), *OF_THREE
+    ),
+    Fault("what out holds is not added to", "comm.collectives:sum_in_rank_order").by(drop("target.add_"), *OF_THREE),
+    Fault("announcements are not compared", "comm.collectives:Collectives._announce").by(
+        always("len(set(rows)) == 1"), f"{DIFFERENT}[another name]"
+    ),
+    Fault("announcements are compared as far as they can be read", "comm.collectives:Collectives._announce").by(
+        without("hashlib.sha256(text).digest()[:_DIGEST_BYTES]"),
+        f"{DIFFERENT}[names that are the same up to their end]",
+    ),
+    Fault("flags of other ranks are dropped", "comm.collectives:Collectives.reduce").by(
+        drop("flags.bitwise_or_"), f"{HERE}::test_flags_are_those_of_any_rank"
+    ),
+    Fault("a collective does not wait for what it comes after", "comm.collectives:Collectives._do").by(
+        drop("ticket.wait"),
+        f"{HERE}::test_a_collective_begins_when_what_it_comes_after_has_ended_and_so_has_the_one_before",
+    ),
+    Fault("a failure of one rank's own is kept to itself", "comm.collectives:Collectives._do").by(
+        drop("self._watch.note"),
+        f"{FAILURES}::test_a_rank_whose_own_work_fails_keeps_its_error_and_the_others_hear_it",
+    ),
+    Fault("a rank that has left fails what it took part in", "comm.watch:Watch.leave").by(
+        without("self.position.done"), f"{HERE}::test_a_rank_that_is_done_and_gone_does_not_fail_what_it_took_part_in"
+    ),
+    Fault("processes are not looked at", "comm.watch:Watch._run").by(
+        drop("self._look_at_processes"), f"{KILLED}[1-between]", f"{KILLED}[1-in it]"
+    ),
+    Fault("a zombie is alive", "comm.watch:Process.is_gone").by(
+        replace("'ZX'", "'X'"),
+        f"{FAILURES}::test_a_process_is_gone_once_it_has_ended_whoever_asks_for_its_status",
+    ),
+    Fault("a forked child says that its rank has left", "comm.collectives:Collectives.close").by(
+        without("os.getpid() != self._process"), f"{HERE}::test_the_end_of_a_forked_child_is_not_that_of_a_rank"
+    ),
+    Fault("the end of a program waits for what torch has under way", "comm.ranks:Ranks.close").by(
+        drop("ctypes.pythonapi.Py_IncRef"), f"{FAILURES}::test_a_program_that_has_lost_a_rank_comes_to_its_end"
+    ),
+)
