@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 import threading
 import time
@@ -169,6 +171,18 @@ def given_up(rank: int) -> list[bool]:
     raised(made.gather(torch.zeros(2), torch.zeros(1), "layer").wait)
     made.close()
     return [well.has_given_up, made.has_given_up]
+
+
+def forks(rank: int) -> list[bytes]:
+    """A rank that has forked a child, as loaders of data do, which has ended as a program does; and what the ranks agree on after that."""
+    with opened() as made:
+        child = os.fork()
+        if child == 0:
+            atexit._run_exitfuncs()
+            os._exit(0)
+        os.waitpid(child, 0)
+        made._watch._read_news()
+        return made.agree(b"%d" % rank, "later")
 
 
 def after_closing(rank: int) -> list[Any]:

@@ -114,6 +114,10 @@ def test_the_bytes_sent_are_those_given_to_the_process_groups(teams: Teams, size
     assert all_well(teams[size].run(programs.counted, size)) == [[(data, data), (besides, besides)]] * size
 
 
+def test_the_end_of_a_forked_child_is_not_that_of_a_rank(teams: Teams) -> None:
+    assert all_well(teams[2].run(programs.forks)) == [[b"0", b"1"]] * 2
+
+
 def test_ranks_of_a_mesh_have_the_numbers_of_the_program(teams: Teams) -> None:
     answers = all_well(teams[4].run(programs.in_a_group))
     assert [out for out, _ in answers] == [[0.0, 1.0], [0.0, 1.0], [2.0, 3.0], [2.0, 3.0]]

@@ -47,6 +47,9 @@ RANKS: tuple[Mutant, ...] = (
         replace("'ZX'", "'X'"),
         f"{FAILURES}::test_a_process_is_gone_once_it_has_ended_whoever_asks_for_its_status",
     ),
+    Fault("a forked child says that its rank has left", "comm.collectives:Collectives.close").by(
+        without("os.getpid() != self._process"), f"{HERE}::test_the_end_of_a_forked_child_is_not_that_of_a_rank"
+    ),
     Fault("the end of a program waits for what torch has under way", "comm.ranks:Ranks.close").by(
         drop("ctypes.pythonapi.Py_IncRef"), f"{FAILURES}::test_a_program_that_has_lost_a_rank_comes_to_its_end"
     ),

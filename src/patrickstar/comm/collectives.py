@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from patrickstar.comm.ranks import Ranks
 from patrickstar.comm.watch import News, Patience, Watch
-from patrickstar.errors import RankError, StateError
+from patrickstar.errors import RankError, StateError, some
 from patrickstar.memory.lanes import Task, Ticket
 from patrickstar.memory.thread_lane import ThreadTicket
 from patrickstar.torch_private import all_gather, all_to_all, broadcast, one_thread_here
@@ -68,7 +68,6 @@ class Collectives:
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._process = os.getpid()
-        self._me = ranks.names([ranks.rank])
 
         self._issued = -1
         self._under_way: dict[int, Future[None]] = {}
@@ -82,11 +81,6 @@ class Collectives:
         self._thread.start()
         atexit.register(self._leave_at_exit)
         self._issue("open", "groups", "", self._open, ())
-
-    @property
-    def failure(self) -> RankError | None:
-        """The error with which every call fails from now on, if there is one."""
-        return self._watch.failure_of(self._issued + 1)
 
     @property
     def has_given_up(self) -> bool:
@@ -166,13 +160,13 @@ class Collectives:
             if self._closed or os.getpid() != self._process:  # a forked child speaks for nobody
                 return
             self._closed = True
-            ends, failed = list(self._under_way.values()), self._watch.failure_of(self._issued + 1) is not None
+            ends = list(self._under_way.values())
         for end in ends:
             _set(end, StateError("communication between ranks is closed"))
         self._queue.put(None)
         self._watch.leave("close()" if not reason else "exit", reason or f"{self._me} has closed its session")
         self._thread.join(1)
-        self._ranks.close(abandons=bool(ends) or failed or self._thread.is_alive())
+        self._ranks.close(abandons=bool(ends) or self.has_given_up)
         if self._ranks.rank > 0:
             atexit.unregister(self._leave_at_exit)
 
@@ -180,8 +174,12 @@ class Collectives:
         error = getattr(sys, "last_value", None)
         how = f" after {type(error).__name__}: {error}" if error is not None else ""
         self.close(f"{self._me} has ended{how}")
-        if self._ranks.rank == 0:
+        if self._ranks.rank == 0 and os.getpid() == self._process:
             self._watch.linger()
+
+    @property
+    def _me(self) -> str:
+        return self._ranks.names([self._ranks.rank])
 
     def _issue(self, kind: str, what: str, detail: str, act: Task, after: Collection[Ticket]) -> Ticket:
         end: Future[None] = Future()
@@ -242,11 +240,13 @@ class Collectives:
         if len(set(rows)) == 1:
             return
         ranks_of = {row: [rank for rank, theirs in enumerate(rows) if theirs == row] for row in dict.fromkeys(rows)}
-        said = {row: row[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace") for row in ranks_of}
-        texts = [f"{self._ranks.names(ranks)}: {said[row]}" for row, ranks in ranks_of.items()]
+        texts = {row: row[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace") for row in ranks_of}
+        said = some(
+            [f"{self._ranks.names(ranks_of[row])}: {text}" for row, text in texts.items()], most=8, separator="; "
+        )
         most = max(ranks_of, key=lambda row: len(ranks_of[row]))  # the first of those
         reason = (
-            f"ranks were about to do different things, and nothing was exchanged: {'; '.join(texts)}. All ranks call"
+            f"ranks were about to do different things, and nothing was exchanged: {said}. All ranks call"
             " the same modules, in the same order, for as many batches"
         )
         odd = tuple(rank for row, ranks in ranks_of.items() if row != most for rank in ranks)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from patrickstar.comm.ranks import Ranks
-from patrickstar.errors import RankError
+from patrickstar.errors import RankError, some
 
 _BEAT_S: Final = 1.0
 _SILENT_S: Final = 20.0  # a heart that stands still for that long
@@ -202,7 +202,7 @@ class Watch:
         at = {rank: Position(*json.loads(heard)[1:]) for rank, heard in now.items()}
         behind = [rank for rank in at if at[rank].number < number]
         texts = [f"{names([r])} was at collective {at[r].number}, {at[r].doing or 'none'}" for r in behind]
-        return behind, "; ".join(texts) or "all ranks are there"
+        return behind, some(texts, most=8, separator="; ") or "all ranks are there"
 
     def _run(self) -> None:
         while not self._stopped.wait(self._poll_s):
