@@ -68,6 +68,7 @@ class Collectives:
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._process = os.getpid()
+        self._me = ranks.names([ranks.rank])
 
         self._issued = -1
         self._under_way: dict[int, Future[None]] = {}
@@ -81,6 +82,11 @@ class Collectives:
         self._thread.start()
         atexit.register(self._leave_at_exit)
         self._issue("open", "groups", "", self._open, ())
+
+    @property
+    def failure(self) -> RankError | None:
+        """The error with which every call fails from now on, if there is one."""
+        return self._watch.failure_of(self._issued + 1)
 
     @property
     def has_given_up(self) -> bool:
@@ -176,10 +182,6 @@ class Collectives:
         self.close(f"{self._me} has ended{how}")
         if self._ranks.rank == 0 and os.getpid() == self._process:
             self._watch.linger()
-
-    @property
-    def _me(self) -> str:
-        return self._ranks.names([self._ranks.rank])
 
     def _issue(self, kind: str, what: str, detail: str, act: Task, after: Collection[Ticket]) -> Ticket:
         end: Future[None] = Future()

@@ -64,7 +64,7 @@ def expect_alike(
 
 
 def _digest(named: Mapping[str, nn.Parameter]) -> str:
-    """Of the values that are there; what is to be drawn is drawn by all alike, if their random states are."""
+    """Digest of the values that are there; what is to be drawn is drawn by all alike, if their random states are."""
     found = hashlib.sha256()
     for parameter in named.values():
         recorder = deferred_by(parameter)
