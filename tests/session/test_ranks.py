@@ -18,7 +18,7 @@ from patrickstar.optim.norm import GlobalNorm, clip_factor, norm_of
 from tests.ranks import Ended, Team, all_well, kill_me, team
 
 STEPS = 3
-DEFAULTS: dict[str, Any] = {"precision": "fp32", "device": "cpu", "host_memory": "1GiB"}
+DEFAULTS: dict[str, Any] = {"host_memory": "1GiB"}
 
 
 class Experts(nn.Module):

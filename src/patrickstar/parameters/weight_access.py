@@ -185,7 +185,7 @@ class WeightAccess:
     def unpack(self, key: WeightKey) -> Tensor:
         """The 1-D tensor over a unit or a copy, for a backward that needs what a use has saved."""
         with self.lock, Plain():
-            found = self.parameters_in(key)
+            found = self._in_unit[key][1] if key in self._in_unit else [self.records[key]]  # type: ignore[index]
             for bound in found:
                 if bound in self.open and bound.key == key:
                     return self.open[bound]

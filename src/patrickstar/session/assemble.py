@@ -37,6 +37,7 @@ from patrickstar.session.scaler import LossScaler
 from patrickstar.session.session import Session
 from patrickstar.session.start import Setup, set_up
 from patrickstar.step.budgets import find_resources
+from patrickstar.step.precision import model_precision
 from patrickstar.step.resources import uncounted_settings
 from patrickstar.step.training_deferred import DeferredTraining
 
@@ -59,11 +60,11 @@ def assemble(
         what `manage` raises: model and optimizer are then as before.
     """
     named = check_model(model)
-    ranks = find_ranks(memory)
     if optimizer is not None:
         check_optimizer(optimizer, names_by_id(named))
     source = Loading(model, named, memory.weights) if memory.weights is not None else None
     has = find_resources(memory)
+    ranks = find_ranks(model, memory, device=has.device)
     if memory.disk is not None:
         expect_usable(memory.disk)
     setup = set_up(
@@ -98,18 +99,19 @@ def assemble(
         raise
 
 
-def find_ranks(memory: MemoryOptions) -> Ranks | None:
-    """The ranks of the default process group; None where there is one process.
+def find_ranks(model: nn.Module, memory: MemoryOptions, *, device: str) -> Ranks | None:
+    """The ranks of the default process group; None where there is one process. `device`: what computes.
 
     Raises:
         ConfigError: what is asked for does not go over ranks yet.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
+    kept = memory.precision or model_precision(model)
     refused = {
         'step="in_backward"': memory.step == "in_backward",
-        f'precision={memory.precision!r} (give precision="fp32")': memory.precision != "fp32",
-        f'device={memory.device!r} (give device="cpu")': memory.device != "cpu",
+        f'precision="{kept}"': kept != "fp32",
+        f'device="{device}"': device != "cpu",
         "weights": memory.weights is not None,
     }
     later = [f"{what} over {dist.get_world_size()} ranks comes later" for what, asked in refused.items() if asked]
