@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import patrickstar
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.forecast import Forecast, forecast
 from patrickstar.testing.inside import manage_inside
+from tests.composed import Composed
 from tests.parity.lanes import choice_of, dealt, depth_of, lanes_for, shows_choice
 from tests.parity.managed import Limits, arguments_of
 from tests.parity.matrix import Row
@@ -121,7 +123,8 @@ def inputs_of(case: Case, model: nn.Module, batch: Batch) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        found.update(inspect.signature(module.forward).bind_partial(*args).arguments, **keywords)
+        forward = partial(module.run, module) if isinstance(module, Composed) else module.forward
+        found.update(inspect.signature(forward).bind_partial(*args).arguments, **keywords)
         raise _CalledError
 
     model.register_forward_pre_hook(note, with_kwargs=True)
