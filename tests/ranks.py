@@ -116,6 +116,7 @@ def kill_me() -> None:
 def stop_me() -> None:
     """Stops this process, until somebody has it go on."""
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1)  # the signal may be another thread's to take, and this one would go on until then
 
 
 def _serve(pipe: Connection, rank: int, size: int, where: str) -> None:
