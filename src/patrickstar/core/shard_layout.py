@@ -22,7 +22,7 @@ class ShardLayout(Layout):
     """The layout of what one rank keeps: chunks of which each is its share of one of the whole layout's.
 
     Attributes:
-        whole: the layout of all ranks together. rank: whose shard this is. size: number of ranks. groups_of: chunks that are gathered together, in
+        whole: the layout of all ranks together. rank: whose shard this is. size: number of ranks. chunks_of: chunks that are gathered together, in
             order, by block.
     """
 
