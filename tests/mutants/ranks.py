@@ -9,6 +9,8 @@ HERE = "tests/comm/test_collectives.py"
 FAILURES = "tests/comm/test_failures.py"
 OF_THREE = (f"{HERE}::test_a_reduce_has_the_bits_of_the_formula[3-dtype2-True]",)
 DIFFERENT = f"{FAILURES}::test_ranks_that_do_different_things_raise_on_all_and_exchange_nothing"
+SESSION = "tests/session/test_ranks.py"
+BITS = f"{SESSION}::test_ranks_train_with_the_bits_of_one_process_that_has_all_gradients"
 KILLED = f"{FAILURES}::test_a_rank_that_is_killed_is_named_by_all_others"
 
 RANKS: tuple[Mutant, ...] = (
@@ -52,5 +54,27 @@ RANKS: tuple[Mutant, ...] = (
     ),
     Fault("the end of a program waits for what torch has under way", "comm.ranks:Ranks.close").by(
         drop("ctypes.pythonapi.Py_IncRef"), f"{FAILURES}::test_a_program_that_has_lost_a_rank_comes_to_its_end"
+    ),
+    Fault("weights stay gathered after a step", "step.training_deferred:DeferredTraining.step").by(
+        drop("self.gathering.gathered.forget"), f"{BITS}[2 ranks-mlp-1-None-True-arguments0]"
+    ),
+    Fault("what rank 0 has no gradient of has none", "step.gathering:Gathering._agree").by(
+        replace("any(there)", "there[0]"), f"{BITS}[2 ranks-experts-2-0.001-False-arguments3]"
+    ),
+    Fault("gradients that wait are not added to", "step.gathering:Gathering._with_kept").by(
+        drop("add_"), f"{BITS}[2 ranks-mlp-3-None-False-arguments2]"
+    ),
+    Fault("a norm is of a rank's own share", "step.training_deferred:DeferredTraining._take_norm").by(
+        replace("self.gathering is not None", "False"), f"{BITS}[2 ranks-mlp-2-0.001-True-arguments1]"
+    ),
+    Fault("each rank has the budget of its machine", "step.budgets:find_budgets").by(
+        replace("local_ranks", "1", nth=1), f"{BITS}[2 ranks-mlp-1-None-True-arguments5]"
+    ),
+    Fault("all ranks keep the first share", "core.shard_layout:ShardLayout.tiles").by(
+        replace("self.rank", "0"),
+        "tests/core/test_shard_layout.py::test_the_parts_of_all_ranks_are_each_tensor_once",
+    ),
+    Fault("ranks need not be alike", "session.alike:expect_alike").by(
+        replace("others", "()", nth=2), f"{SESSION}::test_ranks_that_are_not_alike_are_refused_by_manage"
     ),
 )

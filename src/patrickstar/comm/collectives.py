@@ -226,9 +226,8 @@ class Collectives:
                 stream.synchronize()
         except BaseException as error:
             _set(collective.end, error)
-            if (
-                not self._closed and self._watch.failure_of(collective.number) is None
-            ):  # it is of this rank alone: the others have to know
+            # Where it is of this rank alone, the others have to know.
+            if not self._closed and self._watch.failure_of(collective.number) is None:
                 reason = f"{self._me} failed: {type(error).__name__}: {error}"
                 self._watch.note(News((self._ranks.rank,), collective.text, reason))
         else:

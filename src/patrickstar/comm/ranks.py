@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -44,11 +45,15 @@ class Ranks:
         store = group.get_group_store()
         # Each rank counts for itself how often it has been here: alike on all that do the same.
         name = f"patrickstar/{store.add(f'patrickstar/times/{self.rank}', 1)}"
-        self._store_to_open_with = dist.PrefixStore(
-            name, store
-        )  # kept: where its server is in this process, it ends with its last user
+        # Kept: where its server is in this process, it ends with its last user.
+        self._store_to_open_with = dist.PrefixStore(name, store)
         self.store = dist.PrefixStore(name, cast(Any, store).clone())  # torch has no type for it
         self.store.set_timeout(_STORE_TIMEOUT)
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks on this machine, as torchrun says; all of them, where nobody does."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
 
     def numbers(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """The numbers by which the whole program knows these ranks, in order."""

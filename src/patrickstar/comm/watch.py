@@ -175,11 +175,9 @@ class Watch:
         news = News((self._ranks.rank,), action, reason, self.position.done, has_left=True)
         telling = threading.Thread(target=self._tell, args=(news,), daemon=True)
         telling.start()
-        for thread in (
-            telling,
-            self._thread,
-        ):  # in the store's code at the end of the program, a thread would bring it down
-            thread.join(1)
+        # In the store's code at the end of the program, a thread would bring it down.
+        telling.join(1)
+        self._thread.join(1)
 
     def linger(self) -> None:
         """Sleeps for as long as the others take to read the news: the store ends with the process that holds it."""

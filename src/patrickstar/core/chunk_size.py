@@ -24,7 +24,7 @@ _MI: Final = 1 << 20
 _CHUNKS_OF_A_SMALL_MODEL: Final = 64
 _CHUNKS_OF_A_LARGE_MODEL: Final = 2048
 _LARGE_CHUNKS: Final = (_MI, 4 * _MI)
-# A chunk of a GPU's takes the host some 3 ms a step, which its link and its kernels need for 30 Mi elements: decision 0068.
+# Of a GPU's each takes the host some milliseconds a step, whatever its size: decision 0068.
 _CHUNKS_OF_A_GPU: Final = 128
 _LARGEST_OF_A_GPU: Final = 32 * _MI
 _LIMITED_FROM: Final = 1_000_000  # elements: below, grains are coarse, and room to move matters more than padding
@@ -91,12 +91,8 @@ def search_chunk_numel(specs: Sequence[TensorSpec], *, granule_numel: int = 0, r
 def target_numel(numel: int, *, in_granules: bool = False) -> int:
     """The size aimed at for a model of so many elements, before padding is looked at. `in_granules`: whether a GPU computes."""
     small, large = _LARGE_CHUNKS
-    most = (
-        min(numel // _CHUNKS_OF_A_GPU, _LARGEST_OF_A_GPU)
-        if in_granules
-        else min(numel // _CHUNKS_OF_A_LARGE_MODEL, large)
-    )
-    wanted = max(min(numel // _CHUNKS_OF_A_SMALL_MODEL, small), most)
+    chunks, largest = (_CHUNKS_OF_A_GPU, _LARGEST_OF_A_GPU) if in_granules else (_CHUNKS_OF_A_LARGE_MODEL, large)
+    wanted = max(min(numel // _CHUNKS_OF_A_SMALL_MODEL, small), min(numel // chunks, largest))
     return max(wanted - wanted % GRAIN, GRAIN)
 
 
@@ -124,9 +120,8 @@ def count_chunks(spaces: Sequence[int], *, chunk_numel: int) -> int:
 def _rings(aim: int, *, whole: int, grain: int) -> Iterator[tuple[int, int]]:
     """Ranges of sizes to try: around the aim, then smaller by octaves, then larger up to the whole model."""
     low, high = _LARGE_CHUNKS if aim >= _LARGE_CHUNKS[0] else (aim // 2, 2 * aim)
-    if (
-        grain > GRAIN
-    ):  # granules, and shares of ranks, are coarse: among more of them are some that fit the model's widths
+    # Granules, and shares of ranks, are coarse: among more of them are some that fit the model's widths.
+    if grain > GRAIN:
         low, high = grain, max(high, 2 * aim, min(_GRANULES * grain, whole // _CHUNKS_AT_LEAST))
     yield low, high
     while low > grain:

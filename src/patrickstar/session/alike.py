@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Final
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from patrickstar.comm.collectives import Collectives
+from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.deferred.deferred_init import deferred_by
 from patrickstar.errors import RankError
@@ -47,7 +49,7 @@ def expect_alike(
                 for group in groups
             ]
         ),
-        "the options": f"{setup.memory} {setup.layout.whole}",
+        "the options": f"{_without_disk(setup.memory)} {setup.layout.whole}",
         "the values of parameters": _digest(named),
     }
     mine = json.dumps({name: hashlib.sha256(fact.encode()).hexdigest() for name, fact in facts.items()})
@@ -69,5 +71,10 @@ def _digest(named: Mapping[str, nn.Parameter]) -> str:
     for parameter in named.values():
         recorder = deferred_by(parameter)
         value = torch.random.get_rng_state() if recorder is not None else parameter.detach()
-        found.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(value.contiguous().view(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
+
+
+def _without_disk(memory: MemoryOptions) -> dict[str, object]:
+    """The arguments without the directory, which is each rank's own."""
+    return {one.name: getattr(memory, one.name) for one in fields(memory) if one.name != "disk"}

@@ -157,13 +157,12 @@ def build_step(
     )
     shared: dict[str, Any] = {"binding": binding, "layout": layout, "executor": executor, "stretches": stretches}
     shared |= {"in_chunks": in_chunks, "whole": whole}
-    in_training: dict[str, Any] = {"gathering": gathering}
     updates = OptimizerStep(planner=planner, passes=passes, **shared)
-    shared |= {"updates": updates, "touches": touches, "hypers": hypers}
+    shared |= {"updates": updates, "touches": touches, "hypers": hypers, "gathering": gathering}
     training: Training = (
-        InBackwardTraining(handed_out=handed_out, **shared, **in_training)
+        InBackwardTraining(handed_out=handed_out, **shared)
         if in_backward
-        else DeferredTraining(max_grad_norm=memory.max_grad_norm, **shared, **in_training)
+        else DeferredTraining(max_grad_norm=memory.max_grad_norm, **shared)
     )
     # In a backward those that were used are told from none.
     binding.gradients.are_kept = lambda: in_backward or bool(in_chunks.names)

@@ -166,6 +166,7 @@ def set_up(
     Args:
         has: what the machine has. trained: tells whether a parameter needs more than its weight. trains: whether there is an optimizer.
         find_passes: finds the kernels of a device; None: they are those of a GPU. binding: how parameters are bound at most.
+        ranks: that share the model and, on one machine, its budgets; None: there is one process.
 
     Raises:
         BudgetError, DeviceError, LayoutError: what is asked for cannot be had.
@@ -174,7 +175,8 @@ def set_up(
     layout = layout_of(model, named, memory, precision, granule_bytes=has.granule_bytes, trained=trained, ranks=ranks)
     gradients = GradientUse.UPDATE if memory.step == "in_backward" else GradientUse.CHUNK
     present, absent = present_and_absent_bytes(named.values())
-    budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent, has=has)
+    local_ranks = 1 if ranks is None else ranks.local_size
+    budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent, has=has, local_ranks=local_ranks)
     passes = None if find_passes is None else find_passes(budgets.device) if trains else {}
     return Setup(
         memory=memory,
@@ -202,7 +204,7 @@ def layout_of(
 ) -> Layout:
     """The layout of a model's parameters. What stays fp32 whole has chunks of its own in 16-bit modes, and so has what is not trained.
 
-    `granule_bytes`: what memory of the tier that computes comes in; 0: in pages.
+    `granule_bytes`: what memory of the tier that computes comes in; 0: in pages. `ranks`: that share each chunk, of which the layout is this one's.
     """
     tiles = find_tiles(model, named, memory.options.tile_rows)
     blocks = {} if ranks is None else blocks_alone(model, named)

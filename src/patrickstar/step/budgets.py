@@ -136,11 +136,17 @@ def find_resources(memory: MemoryOptions) -> Resources:
 
 
 def find_budgets(
-    memory: MemoryOptions, *, weight_bytes: int, absent_bytes: int = 0, has: Resources | None = None
+    memory: MemoryOptions,
+    *,
+    weight_bytes: int,
+    absent_bytes: int = 0,
+    has: Resources | None = None,
+    local_ranks: int = 1,
 ) -> Budgets:
     """Budgets in bytes.
 
     Args:
+        local_ranks: processes on this machine that share what its host and its disk may hold.
         weight_bytes: of the parameters as they are now, to be taken over. absent_bytes: of those without memory.
         has: what the machine has; None: this one now.
     Raises:
@@ -152,12 +158,13 @@ def find_budgets(
         host = parse_size(memory.host_memory, name="host_memory", total_bytes=has.host_total_bytes)  # type: ignore[arg-type]
     else:
         host = int((has.host_free_bytes + weight_bytes) * HOST_SHARE)
+    host //= local_ranks
     floor = _FLOOR_BYTES + _THREAD_BYTES * has.threads if host_binds and has.device == "cpu" else 0
     costs = FixedCosts(host, floor)
     budget = {Tier.HOST: costs.room_bytes}
     limit = has.resident_bytes - weight_bytes + costs.room_bytes
     if memory.disk is not None:
-        budget[Tier.DISK] = _disk_budget(memory.disk, memory.disk_memory, free=has.disk_free_bytes)
+        budget[Tier.DISK] = _disk_budget(memory.disk, memory.disk_memory, free=has.disk_free_bytes) // local_ranks
     if has.device == "cpu":
         if memory.device_memory is not None:
             raise ConfigError(

@@ -37,19 +37,14 @@ class Gathering:
     layout: ShardLayout
     executor: Executor
     collectives: Collectives
-    binding: Binding = field(init=False)
-
-    # weights
-
     postpones: int = 0
     kept: dict[str, Tensor] = field(default_factory=dict)
+    binding: Binding = field(init=False)
 
     def __post_init__(self) -> None:
         self.gathered = Gathered(self.layout, self._whole)
 
-    def kept_bytes(self) -> int:
-        """Bytes of gradients that wait to be reduced."""
-        return sum(gradient.nbytes for gradient in self.kept.values())
+    # weights
 
     def make(self, group: str) -> Tensor:
         """The weights of a group that has been gathered for a use."""
@@ -111,6 +106,10 @@ class Gathering:
             ticket.wait()
 
     # gradients
+
+    def kept_bytes(self) -> int:
+        """Bytes of gradients that wait to be reduced."""
+        return sum(gradient.nbytes for gradient in self.kept.values())
 
     @contextmanager
     def postponing(self) -> Iterator[None]:
