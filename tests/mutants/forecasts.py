@@ -76,16 +76,16 @@ FORECASTS: tuple[Mutant, ...] = (
         "tests/session/test_forecasts.py::test_the_first_step_is_foreseen_or_known_not_to_be[weight-norm-hook]",
     ),
     Fault("a-trial-run-calls-hooks", "tracing.side_effects:drop_hooks").by(
-        never("_computes"), f"{HOOKS}[forward-cpu-after manage]"
+        never("_computes"), f"{HOOKS}[forward-roomy-after manage]"
     ),
     Fault("a-trial-run-drops-the-hooks-that-compute-weights", "tracing.side_effects:_computes").by(
         without("isinstance(...)"), f"{SHOWS}[old spectral norm-roomy]"
     ),
     Fault("a-trial-run-calls-hooks-of-all-modules", "tracing.side_effects:drop_hooks").by(
-        replace("MethodType(...)", "module._call_impl"), f"{HOOKS}[of every module, forward-cpu-after manage]"
+        replace("MethodType(...)", "module._call_impl"), f"{HOOKS}[of every module, forward-roomy-after manage]"
     ),
     Fault("a-trial-run-calls-hooks-of-tensors", "tracing.side_effects:HooklessTensors.__torch_function__").by(
-        drop("return RemovableHandle(OrderedDict())"), f"{HOOKS}[of a tensor-cpu-after manage]"
+        drop("return RemovableHandle(OrderedDict())"), f"{HOOKS}[of a tensor-roomy-after manage]"
     ),
     Fault("a-trial-run-calls-the-model-where-a-function-holds-it", "tracing.side_effects:CopiedFunctions.__init__").by(
         drop("_copy"), f"{SHOWS}[state in a closure-roomy]"
