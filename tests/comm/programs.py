@@ -61,10 +61,10 @@ def reduced(rank: int, size: int, n: int, dtype: torch.dtype, adds: bool) -> np.
 def flagged(rank: int, flags: list[int]) -> list[int]:
     """The flags of all ranks."""
     with opened() as made:
-        mine, size = torch.tensor(flags, dtype=torch.uint8), dist.get_world_size()
+        mine, size = bytearray(flags), dist.get_world_size()
         zeros = torch.zeros(size)
         made.reduce(torch.zeros(1), zeros, zeros.clone(), "layer", flags=mine).wait()
-        return mine.tolist()
+        return list(mine)
 
 
 def gathered(rank: int, size: int, dtype: torch.dtype) -> list[float]:
@@ -141,7 +141,7 @@ def counted(rank: int, size: int) -> list[tuple[int, int]]:
 
         module.all_gather, module.all_to_all, module.broadcast = gather, exchange, send
         try:
-            flags = torch.zeros(3, dtype=torch.uint8)
+            flags = bytearray(3)
             made.gather(torch.zeros(7 * size), torch.zeros(7), "layer").wait()
             grads = torch.zeros(5 * size, dtype=torch.bfloat16)
             made.reduce(torch.zeros(5), grads, grads.clone(), "layer", flags=flags).wait()

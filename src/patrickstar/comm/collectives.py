@@ -94,7 +94,7 @@ class Collectives:
         return bool(self._given_up) or self._thread.is_alive()
 
     def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str, *, after: Collection[Ticket] = ()) -> Ticket:
-        """Has `out` [p * n] get the shards [n] of all ranks, in their order."""
+        """Has `out` [p * n] get the shards [n] of all ranks, in their order. `shard`: perhaps its place in `out`."""
         assert (out.numel(), out.dtype) == (self._ranks.size * shard.numel(), shard.dtype)
 
         def act() -> None:
@@ -110,7 +110,7 @@ class Collectives:
         received: torch.Tensor,
         what: str,
         *,
-        flags: torch.Tensor | None = None,
+        flags: bytearray | None = None,
         adds: bool = False,
         after: Collection[Ticket] = (),
     ) -> Ticket:
@@ -118,7 +118,7 @@ class Collectives:
 
         Args:
             received: to receive into: as `partial`, whose type travels. adds: whether that is added to what `out` holds.
-            flags: bytes, on the CPU. Each becomes the bitwise or of those of all ranks.
+            flags: each byte becomes the bitwise or of those of all ranks.
         """
         size = self._ranks.size
         assert out.dtype is torch.float32
@@ -132,17 +132,18 @@ class Collectives:
             ranks = self._ranks
             works = [all_to_all(ranks.data, _bytes(received), _bytes(partial))]
             if flags is not None:
-                of_all = flags.new_empty(size, flags.numel())
-                works.append(all_gather(ranks.small, _bytes(of_all), _bytes(flags)))
+                mine = torch.frombuffer(flags, dtype=torch.uint8)
+                of_all = mine.new_empty(size, len(flags))
+                works.append(all_gather(ranks.small, _bytes(of_all), mine))
             self._finish(*works)
             self.sent_bytes += (size - 1) * out.numel() * partial.element_size()
             sum_in_rank_order(out, received.view(size, -1), adds=adds)
             if flags is not None:
-                self.announced_bytes += (size - 1) * flags.nbytes
+                self.announced_bytes += (size - 1) * len(flags)
                 for theirs in of_all:
-                    flags.bitwise_or_(theirs.view_as(flags))
+                    mine.bitwise_or_(theirs)
 
-        n_flags = 0 if flags is None else flags.numel()
+        n_flags = 0 if flags is None else len(flags)
         return self._issue("reduce", what, f"{out.numel()} {partial.dtype}, {n_flags} flags", act, after)
 
     def agree(self, value: bytes, what: str) -> list[bytes]:
@@ -259,7 +260,8 @@ class Collectives:
             return [all_gather(ranks.data, out, shard)]
         # As many bytes, and half of the time or less: gloo's gather copies all of it once more.
         pieces = out.view(ranks.size, -1)
-        pieces[ranks.rank].copy_(shard)
+        if pieces[ranks.rank].data_ptr() != shard.data_ptr():
+            pieces[ranks.rank].copy_(shard)
         return [broadcast(ranks.data, piece, root) for root, piece in enumerate(pieces)]
 
     def _gather_bytes(self, row: bytes) -> list[bytes]:

@@ -54,7 +54,11 @@ class ShardLayout(Layout):
 
     def weight_units(self, label: str) -> tuple[PlaneRef, ...]:
         """The shares of all chunks that are gathered where the tensor is used."""
-        return tuple(PlaneRef(chunk, WEIGHT) for chunk in self.chunks_of[self.group(label)])
+        return self.units_of(self.group(label))
+
+    def units_of(self, block: str) -> tuple[PlaneRef, ...]:
+        """The shares of the chunks of a group."""
+        return tuple(PlaneRef(chunk, WEIGHT) for chunk in self.chunks_of[block])
 
     def group(self, label: str) -> str:
         """The block whose chunks are gathered where a tensor is used."""

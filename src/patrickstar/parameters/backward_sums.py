@@ -20,10 +20,11 @@ class BackwardSums:
         else:
             self._sums[name] = gradient
 
-    def take(self) -> dict[str, Tensor]:
-        """All sums, at the end of the backward; none is kept after that."""
-        sums, self._sums = self._sums, {}
-        return sums
+    def take(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """All sums, or those of some parameters, which are not kept after that."""
+        return {
+            name: self._sums.pop(name) for name in list(self._sums if names is None else names) if name in self._sums
+        }
 
     def drop(self, names: Iterable[str]) -> None:
         """Drops the sums of these parameters and tiles."""

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from patrickstar.core.planes import WEIGHT
@@ -31,6 +32,7 @@ from patrickstar.errors import BudgetError, StateError
 from patrickstar.hooks import Watched, is_called_by_compiled, watch_calls
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.call_order import CallOrder
 from patrickstar.parameters.transforms import is_compiled, tensors_in
 from patrickstar.torch_private import (
     Plain,
@@ -106,12 +108,16 @@ class NotInBlocksError(StateError):
 class Blocks:
     """The blocks of a model under management. See Note [Blocks].
 
+    Args:
+        order: over ranks, what is told of the calls of its blocks, bound or not.
+
     Attributes:
         bound: paths of the blocks whose parameters are ordinary ones while they run.
     """
 
-    def __init__(self, model: nn.Module, binding: Binding) -> None:
+    def __init__(self, model: nn.Module, binding: Binding, order: CallOrder | None = None) -> None:
         never_compile("patrickstar")
+        self._order = order
         self._model = model
         self._binding = binding
         self._access = binding.access
@@ -124,7 +130,9 @@ class Blocks:
 
     def watch(self) -> None:
         """Watches modules that torch computes otherwise where parameters are of a subclass, from now on: these are bound by use."""
-        self._watch([(path, module) for path, module in self._model.named_modules() if isinstance(module, WITH_FUSED)])
+        others = () if self._order is None else self._order.blocks
+        named = self._model.named_modules()
+        self._watch([(path, module) for path, module in named if isinstance(module, WITH_FUSED) or path in others])
 
     def bind(self, paths: Iterable[str]) -> None:
         """Has these modules be the blocks from now on; whatever a backward has left open is closed."""
@@ -181,7 +189,22 @@ class Blocks:
     def call(self, module: nn.Module, run: Callable[[], _Result]) -> _Result:
         """The result of a call of a module that is watched."""
         block = self._blocks.get(id(module))
-        if block is None or not self._is_ordinary_in(block):
+        if block is None:
+            return run()
+        if self._order is None or block.path not in self._order.blocks:
+            return self._call(block, module, run)
+        self._order.begin_call(block.path, in_backward=backward_id() != -1)
+        first_node = next_sequence_number()
+        result = self._call(block, module, run)
+        nodes = _nodes_of(result, first_node)
+        if nodes and backward_id() == -1:
+            self._order.await_backward(block.path, first_node)
+        for node in nodes:
+            node.register_prehook(partial(_order_backward, weakref.ref(self._order), block.path, first_node))
+        return result
+
+    def _call(self, block: Block, module: nn.Module, run: Callable[[], _Result]) -> _Result:
+        if not self._is_ordinary_in(block):
             return run()
         recomputes = backward_id() != -1 and torch.is_grad_enabled()
         try:
@@ -254,17 +277,14 @@ class Blocks:
     # backwards
 
     def _await_backward(self, block: Block, result: Any, first_node: int) -> None:
-        """Has the block open with the backward of the first of its outputs. What it only passes on, others have made.
+        """Has the block open with the backward of the first of its outputs.
 
         A module without others in it is not opened: its backward may need nothing of it, as an embedding's.
         """
         if not block.module._modules:
             return
-        parts = vars(result) if is_dataclass(result) else result
-        nodes = {tensor.grad_fn for tensor in tensors_in(parts) if tensor.grad_fn is not None}
-        for node in nodes:
-            if node._sequence_nr() >= first_node:
-                node.register_prehook(partial(_backward_begins, weakref.ref(self), block))
+        for node in _nodes_of(result, first_node):
+            node.register_prehook(partial(_backward_begins, weakref.ref(self), block))
 
     def backward_begins(self, block: Block) -> None:
         """Opens a block, whose backward begins."""
@@ -302,6 +322,19 @@ def _backward_begins(blocks: weakref.ref[Blocks], block: Block, *_: Any) -> None
     there = blocks()
     if there is not None:
         there.backward_begins(block)
+
+
+def _order_backward(order: weakref.ref[CallOrder], block: str, call: int, *_: Any) -> None:
+    there = order()
+    if there is not None:
+        there.begin_backward(block, call)
+
+
+def _nodes_of(result: Any, first_node: int) -> set[Node]:
+    """The nodes of autograd that have made a result, from one on. What was only passed on, others have made."""
+    parts = vars(result) if is_dataclass(result) else result
+    nodes = {tensor.grad_fn for tensor in tensors_in(parts) if tensor.grad_fn is not None}
+    return {node for node in nodes if node._sequence_nr() >= first_node}
 
 
 def _is_container(module: nn.Module) -> bool:

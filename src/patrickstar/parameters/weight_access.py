@@ -106,7 +106,8 @@ class WeightAccess:
         if self.open and self.open.keys().isdisjoint(found):
             self.close()  # a backward is elsewhere
         tell(found[0].name, touches)
-        leased: dict[WeightKey, Tensor] = {touch.ref: self.leases.take(touch.ref) for touch in touches}
+        of_group = found[0].group is not None  # whose units were there for as long as they were gathered
+        leased: dict[WeightKey, Tensor] = {} if of_group else {t.ref: self.leases.take(t.ref) for t in touches}
         for bound in found:  # none of these units may leave while copies are made
             if bound.key not in leased:
                 leased[bound.key] = self.lease(bound.key)

@@ -22,7 +22,6 @@ from patrickstar.core.formats import Formats, SessionFormats
 from patrickstar.core.layout import Layout, Part
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, GradientUse, PlaneRef
-from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 
 
@@ -87,8 +86,6 @@ class Touches:
 
     def adds_up(self, label: str, dtype: str) -> bool:
         """Tells whether parts of a gradient are added up in their own type until the backward ends, since the plane keeps another type."""
-        if isinstance(self.layout, ShardLayout):  # until all ranks add theirs
-            return self.gradients is not GradientUse.NONE
         place = self.layout.slices.get(label)
         is_one = place is not None and not place.tiles and not self.counts.apart
         if self.gradients is GradientUse.NONE or is_one or self.comes_whole(label):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,7 +92,8 @@ def build_step(
     gathering = None
     if collectives is not None:
         assert isinstance(layout, ShardLayout)
-        gathering = Gathering(layout, executor, collectives)
+        gathering = Gathering(layout, named, executor, collectives)
+        events.order = gathering.order
     binding = Binding(
         named,
         layout,
@@ -125,7 +127,7 @@ def build_step(
     fitting = FittingBlocks(
         model=model,
         named=named,
-        tracer=setup.tracer(in_a_group),
+        tracer=replace(setup.tracer(in_a_group), next_blocks={} if gathering is None else gathering.order.next_blocks),
         budgets=budgets,
         places=places,
         start=late_planes.with_room_for,
@@ -138,7 +140,7 @@ def build_step(
         planner=planner,
         budgets=budgets,
         known=KnownForwards(fitting, budgets, late_planes, room, binding.taken_bytes, whole),
-        blocks=Blocks(model, binding),
+        blocks=Blocks(model, binding, events.order),
         whole=whole,
         late_planes=late_planes,
         whole_chunks=in_backward and not choice.apart,
@@ -170,7 +172,7 @@ def build_step(
     events.training, events.handed_out = training, handed_out
     events.masters, masters.binding = gathering or masters, binding
     if gathering is not None:
-        gathering.binding, events.gathered = binding, gathering.gathered
+        gathering.binding, gathering.add_shares = binding, in_chunks.add_shares
         binding.kept_bytes = gathering.kept_bytes
     events.assembling = Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=updates.steps)
     events.outside = next((named[name] for name in named if all(name not in place.names for place in places)), None)

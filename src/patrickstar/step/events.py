@@ -19,8 +19,8 @@ from patrickstar.errors import StateError, some
 from patrickstar.hooks import frames, is_running_in
 from patrickstar.memory.leases import AssembledKey, CopyKey, WeightKey
 from patrickstar.parameters.binding import Binding
+from patrickstar.parameters.call_order import CallOrder
 from patrickstar.parameters.escapes import EscapedMemory
-from patrickstar.parameters.gathered import Gathered
 from patrickstar.parameters.owner import Owner
 from patrickstar.parameters.registered import Registered
 from patrickstar.parameters.transforms import expect_ordinary_call, is_ordinary_call
@@ -68,7 +68,7 @@ class Events(Owner):
     outside: nn.Parameter | None = field(init=False)
     advice: Callable[[], str] = field(init=False)
 
-    gathered: Gathered | None = None
+    order: CallOrder | None = None
     seconds: dict[str, float] = field(default_factory=lambda: {"forward": 0.0, "backward": 0.0})
     is_closed: bool = False
     _process: int = field(default_factory=os.getpid)
@@ -84,14 +84,20 @@ class Events(Owner):
     def use(self, label: str, touches: Sequence[Touch]) -> None:
         if self.handed_out.watched:
             self.handed_out.check()
+        touches = self._gathered(touches)
         if backward_id() == -1:
             self.executor.moment(Phase.FORWARD, label, touches)
         else:
             self._in_backward = True
             self.training.notice_recomputation()
             self.executor.moment(Phase.RECOMPUTE, label, touches)
-        if self.gathered is not None:
-            self.gathered.use(touches)
+
+    def _gathered(self, touches: Sequence[Touch]) -> Sequence[Touch]:
+        """What a use of these weights touches itself: over ranks nothing, once their groups are there."""
+        if self.order is None:
+            return touches
+        self.order.use(touches)
+        return ()
 
     def carry_out_pending(self) -> None:
         self.executor.update_held()
@@ -101,9 +107,7 @@ class Events(Owner):
         self._in_backward = True
         if backward_makes_graph():
             self.executor.pilot.stretch.differentiates()
-        self.executor.moment(Phase.BACKWARD, label, touches)
-        if self.gathered is not None:
-            self.gathered.use(touches)
+        self.executor.moment(Phase.BACKWARD, label, self._gathered(touches))
 
     def make_copy(self, key: CopyKey) -> Tensor:
         return self.assembling.make(key) if isinstance(key, AssembledKey) else self.masters.make(key)
@@ -218,6 +222,8 @@ class Events(Owner):
         self._in_backward = False
         self._handled = sys.exc_info()[1]
         self._began_s, self._backward_began_s = time.perf_counter(), 0.0
+        if self.order is not None:
+            self.order.begin_forward()
         return cast_inputs((args, kwargs), self.compute)
 
     def after_forward(self, module: nn.Module) -> None:  # noqa: ARG002

@@ -1,80 +1,72 @@
-"""Gathering and reducing over ranks: whole weights for whoever uses them, and each rank's share of everybody's gradients.
-
-A group of chunks, those of a block or of what no block owns, is gathered where one of its parameters is used, into a copy that lives as long
-as anything holds it (Note [Copies] in `memory/leases.py`). All ranks do so in the order of their calls: what is resident decides nothing.
-
-Gradients of all ranks are added in rank order in fp32, ((g0 + g1) + g2) + ..., and multiplied by f(1/p): bits that depend on no topology.
-Source: sharding of model states is ZeRO's (Rajbhandari et al., 2020); by chunks it is PatrickStar's (Fang et al., 2021).
-"""
+"""A session's exchange with the other ranks, whose shards lie in its chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from patrickstar.comm.collectives import Collectives
-from patrickstar.core.planes import WEIGHT, PlaneRef
+from patrickstar.core.planes import PlaneRef
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.trace import Phase, Touch
-from patrickstar.parameters.binding import Binding
-from patrickstar.parameters.gathered import Gathered
+from patrickstar.parameters.exchange import Exchange
 from patrickstar.step.executor import Executor
 
 
-@dataclass(eq=False)
-class Gathering:
-    """Makes whole weights of shards, and shards of gradients. Made before the binding, which is given afterwards.
+class Gathering(Exchange):
+    """Exchanges what lies in chunks. Made before the binding, which is given afterwards.
 
     Attributes:
-        collectives: of all ranks, which do the same ones in the same order.
-        postpones: how many contexts say that gradients are not to be reduced. kept: those that wait for that, in fp32, by name.
+        collectives: of all ranks, which do the same ones in the same order. add_shares: takes this rank's shares of gradients.
     """
 
-    layout: ShardLayout
-    executor: Executor
-    collectives: Collectives
-    postpones: int = 0
-    kept: dict[str, Tensor] = field(default_factory=dict)
-    binding: Binding = field(init=False)
+    add_shares: Callable[[Collection[str], Iterable[tuple[int, Tensor]]], None]
 
-    def __post_init__(self) -> None:
-        self.gathered = Gathered(self.layout, self._whole)
+    def __init__(self, layout: ShardLayout, names: Iterable[str], executor: Executor, collectives: Collectives) -> None:
+        super().__init__(layout, names, collectives)
+        self.executor = executor
+        self.collectives = collectives
 
-    # weights
+    def moment(self, phase: Phase, label: str, touches: list[Touch]) -> None:
+        """Has units resident. Raises what `Executor.moment` raises."""
+        self.executor.moment(phase, label, touches)
+
+    def shard(self, unit: PlaneRef) -> Tensor:
+        """The slot of a unit."""
+        return self.executor.store.tensor(unit)
+
+    def take(self, names: Collection[str], shares: Iterable[tuple[int, Tensor]]) -> None:
+        """Adds shares of gradients to those in chunks."""
+        self.add_shares(names, shares)
+
+    @contextmanager
+    def ours(self, nbytes: int = 0) -> Iterator[None]:
+        """A context for our own operations, and for so many bytes that they take for good."""
+        with self.executor.lock, self.executor.quiet(), self.executor.room.making(nbytes):
+            yield
 
     def make(self, group: str) -> Tensor:
         """The weights of a group that has been gathered for a use."""
-        return self.gathered.there[group]
-
-    def _whole(self, group: str) -> Tensor:
-        """The weights of a group whose shards are resident: in what somebody still holds of it, if anybody does."""
-        first, leases = self.binding.access.parameters_in(group)[0], self.binding.leases
-        with self.executor.lock, self.executor.quiet():
-            whole = leases.living_copy(group)
-            if whole is None:
-                numel, dtype = self.layout.group_numel(group), first.shape_only.dtype
-                whole = torch.empty(numel, dtype=dtype, device=self.binding.device)
-            self._gather(group, whole)
-            return whole
+        return self.order.there[group]
 
     def renew(self, group: str, copy: Tensor) -> None:
         """Writes the weights of a group into a copy of them."""
         with self.executor.lock, self.executor.apart():
-            self._bring(group, writes=False, phase=Phase.STEP)
-            self._gather(group, copy)
+            self._bring(group, writes=False)
+            for ticket in self.begin_to_gather(group, copy):
+                ticket.wait()
             self.binding.leases.copy_written(group, copy)
 
     def changed(self, group: str) -> None:
         """A copy has been written in place, on all ranks alike: each keeps its share."""
         copy = self.binding.access.lease(group)
         with self.executor.lock, self.executor.apart():
-            self._bring(group, writes=True, phase=self.executor.change_phase())
-            for ref, piece in self._pieces(group, copy):
-                self.executor.store.tensor(ref).copy_(piece.view(self.layout.size, -1)[self.layout.rank])
+            self._bring(group, writes=True)
+            for unit, piece in self.pieces(group, copy):
+                self.shard(unit).copy_(piece.view(self.layout.size, -1)[self.layout.rank])
 
     def assemble(self, name: str, mine: Iterable[Tensor], flat: Tensor) -> None:
         """Writes what ranks have of a parameter, in a plane, into a 1-D fp32 tensor in slot order. `mine`: this rank's pieces, in order."""
@@ -89,87 +81,7 @@ class Gathering:
             self.collectives.gather(whole, share, f"c{chunk} of {name}").wait()
             flat[begin : begin + stop - start].copy_(whole[start:stop])
 
-    def _bring(self, group: str, *, writes: bool, phase: Phase) -> None:
+    def _bring(self, group: str, *, writes: bool) -> None:
         label = self.binding.access.parameters_in(group)[0].name
-        self.executor.moment(phase, label, [Touch(ref, writes) for ref in self.layout.weight_units(label)])
-
-    def _pieces(self, group: str, whole: Tensor) -> Iterator[tuple[PlaneRef, Tensor]]:
-        """The units of a group's weights, each with its chunk of the whole."""
-        numel = self.layout.whole.chunk_numel
-        for number, chunk in enumerate(self.layout.chunks_of[group]):
-            yield PlaneRef(chunk, WEIGHT), whole[number * numel : (number + 1) * numel]
-
-    def _gather(self, group: str, whole: Tensor) -> None:
-        tensor_of, gather = self.executor.store.tensor, self.collectives.gather
-        under_way = [gather(piece, tensor_of(ref), str(ref)) for ref, piece in self._pieces(group, whole)]
-        for ticket in under_way:
-            ticket.wait()
-
-    # gradients
-
-    def kept_bytes(self) -> int:
-        """Bytes of gradients that wait to be reduced."""
-        return sum(gradient.nbytes for gradient in self.kept.values())
-
-    @contextmanager
-    def postponing(self) -> Iterator[None]:
-        """A context in which gradients stay this rank's own, in fp32, until a backward outside of it, or the step."""
-        self.postpones += 1
-        try:
-            yield
-        finally:
-            self.postpones -= 1
-
-    def share(
-        self, gradients: Mapping[str, Tensor], add: Callable[[list[str], Iterable[tuple[int, Tensor]]], None]
-    ) -> None:
-        """Has all ranks add their gradients of a backward, and those that have waited, of which each `add`s its part; unless they are to wait."""
-        whole = self._with_kept(gradients)
-        if not self.postpones:
-            names = self._agree(whole)
-            add(names, self._reduced(names, whole))
-
-    def _with_kept(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The gradients of a backward, added to those that have waited; they wait too, where they are to, and none are given then."""
-        with self.executor.quiet():
-            if not self.postpones and not self.kept:
-                return gradients
-            new = sum(4 * gradient.numel() for name, gradient in gradients.items() if name not in self.kept)
-            with self.executor.room.making(new):
-                for name, gradient in gradients.items():
-                    if name in self.kept:
-                        self.kept[name].add_(gradient)
-                    else:
-                        self.kept[name] = gradient.to(torch.float32, copy=True)
-        if self.postpones:
-            return {}
-        whole, self.kept = self.kept, {}
-        return whole
-
-    def drop(self, names: Collection[str]) -> None:
-        """Forgets gradients that have waited."""
-        for name in self.kept.keys() & set(names):
-            del self.kept[name]
-
-    def _agree(self, names: Mapping[str, Tensor]) -> list[str]:
-        """The parameters that have a gradient on any rank, in layout order."""
-        known = list(self.layout.slices)
-        of_all = self.collectives.agree(bytes(name in names for name in known), "gradients")
-        return [name for name, *there in zip(known, *of_all, strict=True) if any(there)]
-
-    def _reduced(self, names: list[str], gradients: Mapping[str, Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Chunk by chunk, this rank's share of the mean of all ranks' gradients, in fp32; zeros where one has none."""
-        wanted = set(names)
-        for chunk in range(self.layout.n_chunks):
-            pieces = [piece for piece in self.layout.whole.tensors_in(chunk) if piece.name in wanted]
-            if not pieces:
-                continue
-            bound = self.binding.by_name[pieces[0].name]
-            mine = torch.zeros(self.layout.whole.chunk_numel, dtype=bound.shape_only.dtype, device=self.binding.device)
-            for name, start, stop, at in pieces:
-                if name in gradients:
-                    flat = self.binding.by_name[name].flat(gradients[name])
-                    mine[start:stop].copy_(flat[at : at + stop - start])
-            share = torch.empty(self.layout.chunk_numel, device=self.binding.device)
-            self.collectives.reduce(share, mine, torch.empty_like(mine), f"c{chunk}").wait()
-            yield chunk, share
+        phase = self.executor.change_phase() if writes else Phase.STEP
+        self.executor.moment(phase, label, [Touch(unit, writes) for unit in self.layout.units_of(group)])

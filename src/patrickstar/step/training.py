@@ -67,7 +67,10 @@ class Training(ABC):
 
     def _keep(self, bound: BoundParameter, gradient: Tensor) -> None:
         """Keeps what has come of a gradient, in its plane; until the backward ends in a sum of its own where the plane is of another type."""
-        if self.touches.adds_up(bound.name, str(gradient.dtype).removeprefix("torch.")):
+        if self.gathering is not None:
+            with self.executor.quiet():
+                self.gathering.came.add(bound.name, gradient)
+        elif self.touches.adds_up(bound.name, str(gradient.dtype).removeprefix("torch.")):
             self._sums = self._sums or BackwardSums()
             with self.executor.quiet():
                 self._sums.add(bound.name, gradient)
@@ -104,12 +107,10 @@ class Training(ABC):
         if inside:
             return
         sums, self._sums = self._sums, None
-        came = {} if sums is None else sums.take()
+        for name, gradient in ({} if sums is None else sums.take()).items():
+            self.in_chunks.add(self.binding.records[name], gradient)
         if self.gathering is not None:
-            self.gathering.share(came, self.in_chunks.add_shares)
-        else:
-            for name, gradient in came.items():
-                self.in_chunks.add(self.binding.records[name], gradient)
+            self.gathering.end_backward()
         assert not self.in_chunks.incomplete, "some tiles of a parameter have been used without the others"
         self.in_chunks.whole |= self.in_chunks.names
         self.stretches.backward_ended()
@@ -194,6 +195,8 @@ class Training(ABC):
         self.updates.is_half_done = False
         self._bringing, self._is_nested = None, False
         self._sums = None
+        if self.gathering is not None:
+            self.gathering.came.take()
 
     def finish(self) -> None:
         """Does what is pending, since the session ends. An update that was left half done is told of in a warning."""

@@ -177,8 +177,8 @@ class DeferredTraining(Training):
                     "optimizer.step() inside of session.no_sync(): gradients are this rank's own; call it outside"
                 )
             if self.gathering.kept:
-                self.gathering.share({}, self.in_chunks.add_shares)
-            self.gathering.gathered.forget()
+                self.gathering.end_backward()
+            self.gathering.order.forget()
         self._expect_gradients()
         if self.max_grad_norm is not None:
             self.clip(self.max_grad_norm)

@@ -82,7 +82,7 @@ class Weights:
     def read_into(self, name: str, read: Callable[[Tensor, int], object], plane: str = WEIGHT) -> None:
         """Sets the values from what `read` writes, piece by piece: into an fp32 tensor on the host, from an element of the parameter on."""
         if self.gathering is not None and plane == WEIGHT:
-            self.gathering.gathered.forget()
+            self.gathering.order.forget()
         for part in self.layout.parts(name):
             kept, rest = self._kept(name, part, plane, writes=True)
             if kept.dtype is torch.float32 and kept.is_cpu:

@@ -77,6 +77,7 @@ class OfflineTracer:
         scales: whether the loss is multiplied with a scale.
         device: of the tensors that the forward sees: the one that computes, or the CPU in the place of one that is not here.
         on_device: whether the step is to run on a device whose memory torch gives out. compute: the type that inputs are cast to.
+        next_blocks: over ranks, which block comes after which, as far as calls have shown (`CallOrder`).
     """
 
     layout: Layout
@@ -88,6 +89,7 @@ class OfflineTracer:
     device: torch.device = _CPU
     on_device: bool = False
     compute: torch.dtype = torch.float32
+    next_blocks: Mapping[tuple[bool, str], str] = field(default_factory=dict)
 
     def foresee(
         self,
@@ -176,7 +178,8 @@ class OfflineTracer:
                     rewriting=owner,
                 )
                 owner.binding.let_go()
-                bound = Blocks(twin, owner.binding)
+                order = owner.order_over_ranks(self.next_blocks)
+                bound = Blocks(twin, owner.binding, order)
                 bound.bind(blocks)
                 owner.in_blocks = bool(bound.bound)
                 inputs, keywords = fakes.of((args, dict(kwargs)))
@@ -184,6 +187,9 @@ class OfflineTracer:
                 stack.enter_context(HooklessTensors())
                 operations.seer = owner.meter
                 inputs, keywords = cast_inputs((inputs, keywords), self.compute)
+                if order is not None:
+                    bound.watch()
+                    order.begin_forward()
                 output = twin(*inputs, **keywords)
                 del inputs, keywords
                 if with_backward:

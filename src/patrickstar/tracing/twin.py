@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -11,12 +11,14 @@ from torch import Tensor
 from patrickstar.core.planes import GRAD, GradientUse, PlaneRef
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.trace import Phase, Touch
+from patrickstar.memory.lanes import DONE, Ticket
 from patrickstar.memory.leases import CopyKey, Leases, WeightKey
 from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.blocks import NotInBlocksError
 from patrickstar.parameters.bound import BoundParameter
-from patrickstar.parameters.gathered import Gathered
+from patrickstar.parameters.call_order import CallOrder
+from patrickstar.parameters.exchange import Exchange
 from patrickstar.parameters.owner import Owner
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.touches import Touches
@@ -33,6 +35,7 @@ class Twin(Owner):
 
     Attributes:
         touches: what events touch. meter: of non-model bytes. recorder: of what is asked for. in_blocks: whether blocks are bound.
+        over_ranks: what is exchanged with other ranks, where there are several.
         changes_copies: whether a weight that computes in another type than it is kept in has been changed.
     """
 
@@ -42,7 +45,7 @@ class Twin(Owner):
         self.touches = touches
         self._dtypes = dtypes
         self._device = device
-        self.leases = Leases(self._slot)
+        self.leases = Leases(self.slot)
         self.meter = LiveBytes(self._is_slot, on_device=on_device)
         self.recorder = TraceRecorder(self.meter)
         self.binding: Binding | None = None
@@ -53,13 +56,15 @@ class Twin(Owner):
         self._updated: set[str] = set()
         self._last: Sequence[Touch] = ()  # of the last moment
         self.changes_copies = False
-        layout = touches.layout
-        self._gathered = Gathered(layout, partial(self._whole, layout)) if isinstance(layout, ShardLayout) else None
+        self.over_ranks: TwinOfRanks | None = None
 
-    def _whole(self, layout: ShardLayout, group: str) -> Tensor:
+    def order_over_ranks(self, next_blocks: Mapping[tuple[bool, str], str]) -> CallOrder | None:
+        """What is to be told of calls, where there are several ranks. `next_blocks`: as far as calls have shown."""
         assert self.binding is not None
-        dtype = self._dtypes.get(self.binding.access.parameters_in(group)[0].name, torch.float32)
-        return torch.empty(layout.group_numel(group), dtype=dtype, device=self._device)
+        if isinstance(self.touches.layout, ShardLayout):
+            self.over_ranks = TwinOfRanks(self, self.binding, self.touches.layout)
+            self.over_ranks.order.next_blocks |= next_blocks
+        return None if self.over_ranks is None else self.over_ranks.order
 
     def _is_slot(self, tensor: Tensor) -> bool:
         return self._making_slot or self.leases.is_counted(tensor)
@@ -69,28 +74,30 @@ class Twin(Owner):
             if label in self._updated:
                 raise NotInBlocksError(f"{label} is used after its gradient has come")
             self._notice_backward()
-        self._moment(self._phase(), label, touches)
-        if self._gathered is not None:
-            self._gathered.use(touches)
+        self.moment(self._phase(), label, self._gathered(touches))
 
     def unpack(self, label: str, touches: Sequence[Touch]) -> None:
-        self._moment(Phase.BACKWARD, label, touches)
-        if self._gathered is not None:
-            self._gathered.use(touches)
+        self.moment(Phase.BACKWARD, label, self._gathered(touches))
 
-    def _moment(self, phase: Phase, label: str, touches: Sequence[Touch]) -> None:
+    def _gathered(self, touches: Sequence[Touch]) -> Sequence[Touch]:
+        if self.over_ranks is None:
+            return touches
+        self.over_ranks.order.use(touches)
+        return ()
+
+    def moment(self, phase: Phase, label: str, touches: Sequence[Touch]) -> None:
         self.recorder.moment(phase, label, touches, self.leases.held())
         self._last = touches
 
     def make_copy(self, key: CopyKey) -> Tensor:
         assert self.binding is not None
         assert isinstance(key, str)
-        if self._gathered is not None:
-            return self._gathered.there[key]
+        if self.over_ranks is not None:
+            return self.over_ranks.order.there[key]
         bound = self.binding.records[key]
         return torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype, device=self._device)
 
-    def _slot(self, key: PlaneRef) -> Tensor:
+    def slot(self, key: PlaneRef) -> Tensor:
         layout = self.touches.layout
         self._making_slot = True
         try:
@@ -107,17 +114,14 @@ class Twin(Owner):
 
     def _backward_ends(self) -> None:
         if not inside_backward_node():  # not one of those inside of it, where blocks are recomputed
-            came, layout = self._sums.take(), self.touches.layout
-            if isinstance(layout, ShardLayout):
-                for chunk, label in layout.with_pieces(came):
-                    self._moment(Phase.BACKWARD, label, (Touch(PlaneRef(chunk, GRAD), True),))
-                return
-            for name, gradient in came.items():
+            if self.over_ranks is not None:
+                self.over_ranks.end_backward()
+            for name, gradient in self._sums.take().items():
                 self._add(name, gradient)
 
     def changed(self, key: WeightKey) -> None:
         if isinstance(key, PlaneRef):
-            self._moment(self._phase(), self.touches.layout.run_of(key.chunk).tensors[0], [Touch(key, True)])
+            self.moment(self._phase(), self.touches.layout.run_of(key.chunk).tensors[0], [Touch(key, True)])
         else:
             self.changes_copies = True
             self._carry(key)
@@ -130,7 +134,7 @@ class Twin(Owner):
 
     def _carry(self, name: str) -> None:
         for _, touches in self.touches.master(name):
-            self._moment(self._phase(), name, touches)
+            self.moment(self._phase(), name, touches)
 
     def _phase(self) -> Phase:
         return Phase.FORWARD if backward_id() == -1 else Phase.RECOMPUTE
@@ -146,7 +150,9 @@ class Twin(Owner):
                 raise NotInBlocksError(f"the gradient of {name} comes in parts")
             self._updated.add(name)
             self.binding.changes.outdate([name])
-        if self.touches.adds_up(name, str(gradient.dtype).removeprefix("torch.")):
+        if self.over_ranks is not None:
+            self.over_ranks.came.add(name, gradient)
+        elif self.touches.adds_up(name, str(gradient.dtype).removeprefix("torch.")):
             self._sums.add(name, gradient)
         else:
             in_block = self.touches.gradients is GradientUse.CHUNK and bool(self.binding.access.open)
@@ -157,7 +163,60 @@ class Twin(Owner):
         flat = self.binding.records[name].flat(gradient)  # noqa: F841  (where it is a copy, it lives as long as a real one)
         for _, touches in self.touches.gradient(name):
             if not in_block or touches != self._last:
-                self._moment(Phase.BACKWARD, name, touches)
+                self.moment(Phase.BACKWARD, name, touches)
 
     def has_gradient(self, name: str) -> bool:  # noqa: ARG002
         raise CannotTrace("the forward reads gradients")
+
+
+class TwinOfRanks(Exchange):
+    """An exchange with ranks that are not there: what it takes is written down."""
+
+    def __init__(self, twin: Twin, binding: Binding, layout: ShardLayout) -> None:
+        super().__init__(layout, binding.by_name, Nobody())
+        self.binding = binding
+        self._twin = twin
+
+    def moment(self, phase: Phase, label: str, touches: Sequence[Touch]) -> None:
+        """Writes a moment down."""
+        self._twin.moment(phase, label, touches)
+
+    def shard(self, unit: PlaneRef) -> Tensor:
+        """A slot."""
+        return self._twin.slot(unit)
+
+    def take(self, names: Collection[str], shares: Iterable[tuple[int, Tensor]]) -> None:
+        """Writes down what is touched where shares of gradients are added."""
+        wanted = set(names)
+        for chunk, _ in shares:
+            label = next((piece.name for piece in self.layout.tensors_in(chunk) if piece.name in wanted), None)
+            if label is not None:
+                self._twin.moment(Phase.BACKWARD, label, (Touch(PlaneRef(chunk, GRAD), True),))
+
+    def ours(self, nbytes: int = 0) -> AbstractContextManager[None]:  # noqa: ARG002
+        """A context without a meaning."""
+        return torch.no_grad()
+
+
+class Nobody:
+    """Other ranks that do nothing, at once."""
+
+    def gather(self, out: Tensor, shard: Tensor, what: str) -> Ticket:  # noqa: ARG002
+        """Nothing is gathered."""
+        return DONE
+
+    def reduce(
+        self,
+        out: Tensor,  # noqa: ARG002
+        partial: Tensor,  # noqa: ARG002
+        received: Tensor,  # noqa: ARG002
+        what: str,  # noqa: ARG002
+        *,
+        flags: bytearray | None = None,  # noqa: ARG002
+    ) -> Ticket:
+        """Nothing is reduced."""
+        return DONE
+
+    def agree(self, value: bytes, what: str) -> list[bytes]:  # noqa: ARG002
+        """The value alone."""
+        return [value]

@@ -1,0 +1,140 @@
+"""The order of calls, which alone says what ranks gather and reduce, and when: all ranks do the same, in the same order.
+
+What is resident, and what Python still holds of a group (Note [Leases] in `memory/leases.py`), differs between ranks, and decides nothing.
+
+(1) What no block owns is gathered when a forward begins, and stays until its backward has ended.
+(2) A block is gathered when its call, or its backward, begins, unless it is there; then the one that came next the last time. Others are let go of.
+(3) When the backward of another block begins, the gradients of the last one are sent; those that come later wait for the end of the backward.
+
+The backward of a block begins with the first gradient of something that the block has made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Protocol
+
+from torch import Tensor
+
+from patrickstar.core.shard_layout import ShardLayout
+from patrickstar.core.trace import Touch
+
+
+class Exchange(Protocol):
+    """The one who gathers and reduces over ranks, or who writes down what that takes."""
+
+    def gather(self, group: str) -> Tensor:
+        """Begins to gather the weights of a group, in the 1-D tensor given back, chunk after chunk."""
+
+    def wait_for(self, group: str) -> None:
+        """Waits for the weights of a group."""
+
+    def send(self, group: str) -> None:
+        """Begins to reduce the gradients of a group that have come."""
+
+    def receive(self, group: str) -> None:
+        """Takes this rank's shares of what was sent."""
+
+
+class CallOrder:
+    """What is gathered and reduced as calls begin.
+
+    Args:
+        names: of parameters, in the order in which a model has them.
+
+    Attributes:
+        there: the groups that are gathered, by name; "" for what no block owns. blocks: those of the model, in its order.
+        next_blocks: the block that comes after another, in forwards and in backwards (True): in the model's order, until calls have shown another.
+    """
+
+    def __init__(self, layout: ShardLayout, exchange: Exchange, names: Iterable[str]) -> None:
+        self._layout = layout
+        self._exchange = exchange
+        self.there: dict[str, Tensor] = {}
+        self.blocks = tuple(dict.fromkeys(group for group in map(layout.group, names) if group))
+        self.next_blocks = {(False, one): other for one, other in pairwise(self.blocks)}
+        self.next_blocks |= {(True, other): one for one, other in pairwise(self.blocks)}
+        self._last = (False, "")
+        self._coming: set[str] = set()
+        self._in_backward = ""
+        self._sent = ""
+        self._calls: dict[str, set[int]] = {}  # those of the last forward whose backward has not begun
+
+    def use(self, touches: Iterable[Touch]) -> None:
+        """Has the groups of these weights there."""
+        for group in dict.fromkeys(self._layout.block_of(touch.ref.chunk) for touch in touches):
+            if group not in self.there:
+                if group:
+                    self._keep(group)
+                self.there[group] = self._exchange.gather(group)
+                self._coming.add(group)
+            if group in self._coming:
+                self._coming.remove(group)
+                self._exchange.wait_for(group)
+
+    def begin_forward(self) -> None:
+        """Begins a forward of the model."""
+        self._receive()
+        self._last, self._in_backward = (False, ""), ""
+        self._calls.clear()
+        if "" in self._layout.chunks_of:
+            self._use("")
+
+    def begin_call(self, block: str, *, in_backward: bool) -> None:
+        """Begins a call of a block, or its recomputation."""
+        self._use(block)
+        self._begin(block, in_backward=in_backward)
+
+    def await_backward(self, block: str, call: int) -> None:
+        """Notes that a call has made what has a backward."""
+        self._calls.setdefault(block, set()).add(call)
+
+    def begin_backward(self, block: str, call: int) -> None:
+        """Begins the backward of a call of a block."""
+        self._use(block)
+        self._calls.get(block, set()).discard(call)
+        left, self._in_backward = self._in_backward, block
+        if left not in ("", block) and not self._calls.get(left):
+            self._receive()
+            self._exchange.send(left)
+            self._sent = left
+        self._begin(block, in_backward=True)
+
+    def end_backward(self) -> None:
+        """Ends the backward: all that was sent has come when this returns, and nothing stays gathered."""
+        self._receive()
+        self._in_backward = ""
+        self._calls.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Notes that weights have other values, or are not needed."""
+        self.there.clear()
+        self._coming.clear()
+
+    def _use(self, group: str) -> None:
+        self.use([Touch(ref) for ref in self._layout.units_of(group)])
+
+    def _begin(self, block: str, *, in_backward: bool) -> None:
+        direction, last = self._last
+        if (direction, last) == (in_backward, block):
+            return
+        if direction == in_backward and last:
+            self.next_blocks[in_backward, last] = block
+        self._last = in_backward, block
+        self._keep(block)
+        ahead = self.next_blocks.get((in_backward, block))
+        if ahead is not None and ahead not in self.there:
+            self.there[ahead] = self._exchange.gather(ahead)
+            self._coming.add(ahead)
+
+    def _keep(self, block: str) -> None:
+        """Lets go of all blocks but one."""
+        self.there = {group: whole for group, whole in self.there.items() if group in ("", block)}
+        self._coming &= self.there.keys()
+
+    def _receive(self) -> None:
+        sent, self._sent = self._sent, ""
+        if sent:
+            self._exchange.receive(sent)

@@ -1,0 +1,242 @@
+"""What ranks exchange for a step: whole weights for whoever uses them, and each rank's share of everybody's gradients.
+
+A group of chunks, those of a block or of what no block owns, is gathered into a copy that lives as long as anything holds it (Note [Copies] in
+`memory/leases.py`). What is exchanged, and when, `call_order.py` says.
+
+Gradients of all ranks are added in rank order in fp32, ((g0 + g1) + g2) + ..., and multiplied by f(1/p): bits that depend on no topology.
+Source: sharding of model states is ZeRO's (Rajbhandari et al., 2020); by chunks it is PatrickStar's (Fang et al., 2021).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from patrickstar.core.planes import WEIGHT, PlaneRef
+from patrickstar.core.shard_layout import ShardLayout
+from patrickstar.core.trace import Phase, Touch
+from patrickstar.memory.lanes import Ticket
+from patrickstar.parameters.backward_sums import BackwardSums
+from patrickstar.parameters.binding import Binding
+from patrickstar.parameters.call_order import CallOrder
+from patrickstar.torch_private import backward_id
+
+
+class Others(Protocol):
+    """The other ranks: `Collectives`, or nobody in a trial run."""
+
+    def gather(self, out: Tensor, shard: Tensor, what: str) -> Ticket:
+        """Has `out` get the shards of all ranks; `shard` may be this rank's piece of it."""
+
+    def reduce(
+        self, out: Tensor, partial: Tensor, received: Tensor, what: str, *, flags: bytearray | None = None
+    ) -> Ticket:
+        """Has `out` be this rank's piece of the mean of all ranks' `partial`, and `flags` the or of theirs."""
+
+    def agree(self, value: bytes, what: str) -> list[bytes]:
+        """The values of all ranks."""
+
+
+class Sent(NamedTuple):
+    """A chunk of gradients on its way, of which this rank's share of the mean is there when `ticket` is done."""
+
+    chunk: int
+    share: Tensor
+    ticket: Ticket
+
+
+class Exchange(ABC):
+    """Makes whole weights of shards, and shards of gradients.
+
+    Attributes:
+        order: is told of calls, and says what is exchanged. binding: of the parameters, given once it is made.
+        came: gradients of the backward under way that no reduction has taken, by name.
+        postpones: how many contexts say that gradients are not to be reduced. kept: those that wait for that, in fp32, by name.
+    """
+
+    binding: Binding
+
+    def __init__(self, layout: ShardLayout, names: Iterable[str], others: Others) -> None:
+        self.layout = layout
+        self.order = CallOrder(layout, self, names)
+        self.came = BackwardSums()
+        self.postpones = 0
+        self.kept: dict[str, Tensor] = {}
+        self._others = others
+        self._coming: dict[str, list[Ticket]] = {}
+        self._sent: list[Sent] = []
+        self._sent_names: list[str] = []
+        self._flags = bytearray()  # of these
+        self._names_in: dict[str, list[str]] = {}
+        for name in layout.slices:
+            self._names_in.setdefault(layout.group(name), []).append(name)
+
+    # where this rank's shards are
+
+    @abstractmethod
+    def moment(self, phase: Phase, label: str, touches: list[Touch]) -> None:
+        """Has units resident."""
+
+    @abstractmethod
+    def shard(self, unit: PlaneRef) -> Tensor:
+        """The bytes of a unit that is resident."""
+
+    @abstractmethod
+    def take(self, names: Collection[str], shares: Iterable[tuple[int, Tensor]]) -> None:
+        """Adds this rank's shares of gradients of these parameters to those in chunks."""
+
+    @abstractmethod
+    def ours(self, nbytes: int = 0) -> AbstractContextManager[None]:
+        """A context for our own operations, and for so many bytes that they take for good."""
+
+    # weights
+
+    def gather(self, group: str) -> Tensor:
+        """Begins to gather a group: into what somebody still holds of it, if anybody does."""
+        label = self._names_in[group][0]
+        phase = Phase.FORWARD if backward_id() == -1 else Phase.BACKWARD
+        self.moment(phase, label, [Touch(unit) for unit in self.layout.units_of(group)])
+        with self.ours():
+            whole = self.binding.leases.living_copy(group)
+            if whole is None:
+                whole = self._empty(label, self.layout.group_numel(group))
+            self._coming[group] = self.begin_to_gather(group, whole)
+        return whole
+
+    def wait_for(self, group: str) -> None:
+        """Waits for the weights of a group."""
+        for ticket in self._coming.pop(group):
+            ticket.wait()
+
+    def begin_to_gather(self, group: str, whole: Tensor) -> list[Ticket]:
+        """Begins to gather a group whose shards are resident."""
+        tickets = []
+        for unit, piece in self.pieces(group, whole):
+            mine = piece.view(self.layout.size, -1)[self.layout.rank]
+            mine.copy_(self.shard(unit))
+            tickets.append(self._others.gather(piece, mine, str(unit)))
+        return tickets
+
+    def pieces(self, group: str, whole: Tensor) -> Iterator[tuple[PlaneRef, Tensor]]:
+        """The units of a group's weights, each with its chunk of the whole."""
+        numel = self.layout.whole.chunk_numel
+        for number, chunk in enumerate(self.layout.chunks_of[group]):
+            yield PlaneRef(chunk, WEIGHT), whole[number * numel : (number + 1) * numel]
+
+    # gradients
+
+    @contextmanager
+    def postponing(self) -> Iterator[None]:
+        """A context in which gradients stay this rank's own, in fp32, until a backward outside of it, or the step."""
+        self.postpones += 1
+        try:
+            yield
+        finally:
+            self.postpones -= 1
+
+    def kept_bytes(self) -> int:
+        """Bytes of gradients that wait to be reduced."""
+        return sum(gradient.nbytes for gradient in self.kept.values())
+
+    def drop(self, names: Collection[str]) -> None:
+        """Forgets gradients that have not been reduced."""
+        self.came.drop(names)
+        for name in self.kept.keys() & set(names):
+            del self.kept[name]
+
+    def send(self, group: str) -> None:
+        """Begins to reduce the gradients of a group that have come, each chunk with zeros where this rank has none."""
+        if self.postpones:
+            return
+        names = [name for name in self._names_in[group] if self.binding.by_name[name].parameter.requires_grad]
+        with self.ours():
+            gradients = self._ready(names)
+            self._flags = bytearray(name in gradients for name in names)
+            self._sent = list(self._reduce(self.layout.chunks_of[group], names, gradients, flags=self._flags))
+        self._sent_names = names
+
+    def receive(self, group: str) -> None:  # noqa: ARG002
+        """Takes this rank's shares of the gradients of a group."""
+        sent, self._sent = self._sent, []
+        if sent:
+            sent[0].ticket.wait()
+            names = [name for name, is_there in zip(self._sent_names, self._flags, strict=True) if is_there]
+            self.take(names, _shares(sent))
+
+    def end_backward(self) -> None:
+        """Ends a backward, or a step: all gradients that have come are reduced, or kept where they are to wait."""
+        self.order.end_backward()
+        known = list(self.layout.slices)
+        with self.ours():
+            gradients = self._ready(known)
+            if self.postpones:
+                self.kept = gradients
+                return
+            of_all = self._others.agree(bytes(name in gradients for name in known), "gradients")
+            names = [name for name, *there in zip(known, *of_all, strict=True) if any(there)]
+            self.take(names, _shares(self._reduce(range(self.layout.n_chunks), names, gradients)))
+
+    def _ready(self, names: Collection[str]) -> dict[str, Tensor]:
+        """The gradients of these parameters that have come, added to those that have waited."""
+        gradients = self.came.take(names)
+        if not self.postpones and not self.kept:
+            return gradients
+        waited = {name: self.kept.pop(name) for name in names if name in self.kept}
+        with self.ours(sum(4 * gradient.numel() for name, gradient in gradients.items() if name not in waited)):
+            for name, gradient in gradients.items():
+                if name in waited:
+                    waited[name].add_(gradient)
+                else:
+                    waited[name] = gradient.to(torch.float32, copy=True)
+        return waited
+
+    def _reduce(
+        self,
+        chunks: Iterable[int],
+        names: Collection[str],
+        gradients: dict[str, Tensor],
+        *,
+        flags: bytearray | None = None,
+    ) -> Iterator[Sent]:
+        """Sends those of the chunks that have these parameters. Gradients that are sent are let go of. `flags`: go with the first."""
+        wanted, numel = set(names), self.layout.whole.chunk_numel
+        received: Tensor | None = None
+        for chunk in chunks:
+            pieces = [piece for piece in self.layout.whole.tensors_in(chunk) if piece.name in wanted]
+            if not pieces:
+                continue
+            mine = self._empty(pieces[0].name, numel).zero_()
+            for name, start, stop, at in pieces:
+                if name in gradients:
+                    flat = self.binding.by_name[name].flat(gradients[name])
+                    mine[start:stop].copy_(flat[at : at + stop - start])
+                    if at + stop - start == flat.numel():
+                        del gradients[name]
+                    del flat
+            if received is None:  # one after the other
+                received = torch.empty_like(mine)
+            share = torch.empty(self.layout.chunk_numel, dtype=torch.float32, device=mine.device)
+            yield Sent(chunk, share, self._others.reduce(share, mine, received, f"c{chunk}", flags=flags))
+            flags = None
+
+    def _empty(self, label: str, numel: int) -> Tensor:
+        record = self.binding.by_name[label]
+        return torch.empty(numel, dtype=record.shape_only.dtype, device=record.standin.device)
+
+
+def _shares(under_way: Iterable[Sent]) -> Iterator[tuple[int, Tensor]]:
+    """The shares of chunks, of which the next one is sent before one is waited for."""
+    last: Sent | None = None
+    for one in under_way:
+        if last is not None:
+            last.ticket.wait()
+            yield last.chunk, last.share
+        last = one
+    if last is not None:
+        last.ticket.wait()
+        yield last.chunk, last.share
