@@ -30,7 +30,8 @@ _LARGEST_OF_A_GPU: Final = 32 * _MI
 _LIMITED_FROM: Final = 1_000_000  # elements: below, grains are coarse, and room to move matters more than padding
 # What being one octave away from the size aimed at costs, as if it were padding.
 _PRICE_OF_AN_OCTAVE: Final = PADDING_LIMIT / 4
-_PRICE_ON_A_GPU: Final = PADDING_LIMIT
+_HIGHER_PRICE: Final = PADDING_LIMIT  # on a GPU, and over ranks
+_CHUNKS_OF_A_BLOCK: Final = 4
 # In granules, and of a model: how large chunks of granules may be.
 _GRANULES: Final = 16
 _CHUNKS_AT_LEAST: Final = 16
@@ -63,15 +64,18 @@ def search_chunk_numel(specs: Sequence[TensorSpec], *, granule_numel: int = 0, r
     target = target_numel(numel, in_granules=granule_numel > 0)
     if target < granule_numel:
         return grain
+    if ranks > 1:  # each chunk is exchanged by itself, which takes as long as some hundred thousand elements of it
+        largest = max(_block_numels(specs), default=numel)
+        target = min(max(ranks * target, largest // _CHUNKS_OF_A_BLOCK), largest)
     aim = whole_grains(target, grain=grain)
-    limit = PADDING_LIMIT if numel >= _LIMITED_FROM and not granule_numel else 1.0
+    limit = PADDING_LIMIT if numel >= _LIMITED_FROM and not granule_numel and ranks == 1 else 1.0
 
     @cache
     def padding(chunk_numel: int) -> float:
         chunks = sum(count_chunks(group, chunk_numel=chunk_numel) for group in groups if group)
         return 1 - numel / (chunk_numel * chunks)
 
-    price = _PRICE_ON_A_GPU if granule_numel else _PRICE_OF_AN_OCTAVE
+    price = _HIGHER_PRICE if granule_numel or ranks > 1 else _PRICE_OF_AN_OCTAVE
 
     def cost(chunk_numel: int) -> float:
         return padding(chunk_numel) + price * abs(math.log2(chunk_numel / aim))
@@ -86,6 +90,13 @@ def search_chunk_numel(specs: Sequence[TensorSpec], *, granule_numel: int = 0, r
         if padding(sparest) < limit:
             return sparest
     return sparest
+
+
+def _block_numels(specs: Sequence[TensorSpec]) -> Iterator[int]:
+    """Elements of each block."""
+    for block, found in groupby(sorted(specs, key=lambda spec: spec.block), key=lambda spec: spec.block):
+        if block:
+            yield sum(aligned(spec.numel) for spec in found)
 
 
 def target_numel(numel: int, *, in_granules: bool = False) -> int:

@@ -55,12 +55,17 @@ WITH_FUSED = (*FUSED, nn.TransformerEncoder)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A block in a model: its path, the names of the parameters in it, the blocks inside of it, and whether it is compiled as it is."""
+    """A block in a model: its path, the names of the parameters in it, the blocks inside of it.
+
+    Attributes:
+        is_compiled: whether it is, as it is. repeats: whether there are others of its kind beside it, or torch has a fused path for it.
+    """
 
     path: str
     names: frozenset[str]
     inner: tuple[Place, ...]
     is_compiled: bool
+    repeats: bool
 
     def without(self, labels: Collection[str]) -> Iterator[Place]:
         """Gives this block or, where it has one of these parameters, the blocks inside of it."""
@@ -84,10 +89,10 @@ def _places_in(module: nn.Module, prefix: str, names: Mapping[int, str]) -> Iter
         path, inner = f"{prefix}{name}", tuple(_places_in(child, f"{prefix}{name}.", names))
         own = frozenset(names[id(parameter)] for parameter in child.parameters() if id(parameter) in names)
         inner = () if is_parametrized(child) else inner
-        repeats = is_list and of_a_class[type(child)] > 1
+        repeats = isinstance(child, FUSED) or (is_list and of_a_class[type(child)] > 1)
         is_called = not isinstance(child, nn.ParameterList | nn.ParameterDict)
-        if own and is_called and (repeats or isinstance(child, FUSED) or not inner):
-            yield Place(path, own, inner, is_compiled(child))
+        if own and is_called and (repeats or not inner):
+            yield Place(path, own, inner, is_compiled(child), repeats)
         else:
             yield from inner
 

@@ -232,7 +232,7 @@ def layout_of(
 
 
 def blocks_alone(model: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """The blocks of a model's parameters, by name, as far as all owners of a parameter lie in one."""
+    """The blocks of a model's parameters, by name, as far as they repeat and all owners of a parameter lie in one."""
     names = names_by_id(named)
     owners: dict[str, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -243,7 +243,7 @@ def blocks_alone(model: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[st
         name: place.path
         for place in places_in(model, names)
         for name in place.names
-        if all(path.startswith(f"{place.path}.") for path in owners[name])
+        if place.repeats and all(path.startswith(f"{place.path}.") for path in owners[name])
     }
 
 

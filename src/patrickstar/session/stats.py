@@ -13,13 +13,13 @@ from patrickstar.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Numbers of a session. Tiers are "device", "host" and "disk"; links "H>D", "D>H", "H>K" and "K>H" (K: disk)."""
+    """Numbers of a session. Tiers are "device", "host" and "disk"; links "H>D", "D>H", "H>K" and "K>H" (K: disk), and "ranks" to all others."""
 
     peak: Mapping[str, int]
     """Peak bytes of each tier, model states and activations together; 0 where a tier is not used."""
 
     moved: Mapping[str, int]
-    """Bytes transferred over each link."""
+    """Bytes transferred over each link; "ranks": weights and gradients handed to other ranks."""
 
     model_data: Mapping[str, int]
     """Bytes of model states by plane, on whichever tier, each counted once."""
@@ -87,7 +87,10 @@ def gather_stats(parts: Parts) -> Stats:
         model_data[GRAD] = model_data.get(GRAD, 0) + gradient_bytes
     return Stats(
         peak={tier.label: ledger.peak(tier) for tier in Tier},
-        moved={link: ledger.moved(link) for link in LINKS},
+        moved={
+            **{link: ledger.moved(link) for link in LINKS},
+            "ranks": 0 if parts.collectives is None else parts.collectives.sent_bytes,
+        },
         model_data=model_data,
         steps=counts.steps,
         planned_steps=counts.planned,
