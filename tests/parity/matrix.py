@@ -40,12 +40,15 @@ class Row:
     precision: str = "fp32"
     """What weights are kept in, and behind a hyphen what computes where that is another type."""
     tile_rows: int | None = None
+    world: int = 1
+    """Number of ranks."""
 
     def __str__(self) -> str:
         clip = "clip" if self.clipping else "noclip"
         parts = (self.model, self.checkpointing, f"x{self.accumulation}", clip, self.step, self.eviction)
         end = [] if self.precision == "fp32" else [self.precision]
         end += [] if self.tile_rows is None else [f"tiles{self.tile_rows}"]
+        end += [] if self.world == 1 else [f"world{self.world}"]
         return "-".join((*parts, self.budget, self.tier, *end))
 
     @classmethod
@@ -62,13 +65,14 @@ class Row:
         tiles = parts["tile_rows"]
         parts |= {"accumulation": int(parts["accumulation"]), "clipping": parts["clipping"] == "clip"}
         parts |= {"precision": parts["precision"] or "fp32", "tile_rows": None if tiles is None else int(tiles)}
+        parts |= {"world": int(parts["world"] or 1)}
         return cls(**parts)
 
 
 _ROW: Final = re.compile(
     r"(?P<model>.+?)-(?P<checkpointing>none|non-reentrant|reentrant)-x(?P<accumulation>\d+)-(?P<clipping>clip|noclip)"
     r"-(?P<step>deferred|in_backward)-(?P<eviction>next-use|lru)-(?P<budget>fits|between|minimum)"
-    r"-(?P<tier>emulated\+disk|emulated|cpu\+disk)(?:-(?P<precision>(?:bf16|fp16)(?:-fp32)?))?(?:-tiles(?P<tile_rows>\d+))?"
+    r"-(?P<tier>emulated\+disk|emulated|cpu\+disk)(?:-(?P<precision>(?:bf16|fp16)(?:-fp32)?))?(?:-tiles(?P<tile_rows>\d+))?(?:-world(?P<world>\d+))?"
 )
 
 
@@ -84,7 +88,8 @@ DIMENSIONS: Final[Mapping[str, Sequence[Value]]] = {
     "precision": ("fp32", "bf16", "bf16-fp32", "fp16", "fp16-fp32"),
     "tile_rows": (None, 24, 7),
 }
-assert [field.name for field in fields(Row)] == list(DIMENSIONS), "a row lists its dimensions in their order"
+WORLDS: Final = (2, 3, 4)
+assert [field.name for field in fields(Row)] == [*DIMENSIONS, "world"], "a row lists its dimensions in their order"
 
 # The models that have weights of more rows than a tile.
 TILED: Final = (

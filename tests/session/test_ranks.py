@@ -205,7 +205,7 @@ def test_ranks_that_are_not_alike_are_refused_by_manage(seeds: list[int], rates:
                 raise answer
 
 
-@pytest.mark.parametrize("arguments", [{"precision": "bf16"}, {"step": "in_backward"}, {"device": "emulated"}], ids=str)
+@pytest.mark.parametrize("arguments", [{"precision": "fp16"}, {"step": "in_backward"}, {"device": "emulated"}], ids=str)
 def test_what_does_not_go_over_ranks_yet_is_refused(arguments: dict[str, Any]) -> None:
     with team(2) as pair:
         for answer in pair.run(refused, arguments):

@@ -24,12 +24,17 @@ class Gathered:
 
     def use(self, touches: Iterable[Touch]) -> None:
         """Gathers the groups of these weights, as far as they are not there."""
-        for group in dict.fromkeys(self._layout.block_of(touch.ref.chunk) for touch in touches):
-            if group in self.there:
-                continue
-            if group:
-                self.there = {other: whole for other, whole in self.there.items() if not other}
-            self.there[group] = self._gather(group)
+        wanted = {self._layout.group_of(touch.ref.chunk): self._layout.block_of(touch.ref.chunk) for touch in touches}
+        if wanted.keys() <= self.there.keys():
+            return
+        if blocks := {block for block in wanted.values() if block}:
+            self.there = {group: whole for group, whole in self.there.items() if self._block(group) in {"", *blocks}}
+        for group in wanted:
+            if group not in self.there:
+                self.there[group] = self._gather(group)
+
+    def _block(self, group: str) -> str:
+        return self._layout.block_of(self._layout.chunks_in[group][0])
 
     def forget(self) -> None:
         """Notes that weights have other values, or are not needed."""

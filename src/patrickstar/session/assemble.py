@@ -107,10 +107,9 @@ def find_ranks(model: nn.Module, memory: MemoryOptions, *, device: str) -> Ranks
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    kept = memory.precision or model_precision(model)
     refused = {
         'step="in_backward"': memory.step == "in_backward",
-        f'precision="{kept}"': kept != "fp32",
+        'precision="fp16"': (memory.precision or model_precision(model)) == "fp16",
         f'device="{device}"': device != "cpu",
         "weights": memory.weights is not None,
     }

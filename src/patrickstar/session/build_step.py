@@ -91,7 +91,7 @@ def build_step(
     gathering = None
     if collectives is not None:
         assert isinstance(layout, ShardLayout)
-        gathering = Gathering(layout, executor, collectives)
+        gathering = Gathering(layout, executor, collectives, masters, precision)
     binding = Binding(
         named,
         layout,

@@ -2,8 +2,10 @@
 
 A group of chunks, those of a block or of what no block owns, is gathered where one of its parameters is used, into a copy that lives as long
 as anything holds it (Note [Copies] in `memory/leases.py`). All ranks do so in the order of their calls: what is resident decides nothing.
+Weights travel in the type that they are kept in, and each rank widens them where another one computes.
 
 Gradients of all ranks are added in rank order in fp32, ((g0 + g1) + g2) + ..., and multiplied by f(1/p): bits that depend on no topology.
+Those of a backward travel in the type in which one rank would keep them, sums of several in fp32.
 Source: sharding of model states is ZeRO's (Rajbhandari et al., 2020); by chunks it is PatrickStar's (Fang et al., 2021).
 """
 
@@ -12,17 +14,24 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from patrickstar.comm.collectives import Collectives
-from patrickstar.core.planes import WEIGHT, PlaneRef
+from patrickstar.core.layout import Part
+from patrickstar.core.planes import REST, WEIGHT, PlaneRef
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.gathered import Gathered
+from patrickstar.plan.touches import master_touches
 from patrickstar.step.executor import Executor
+from patrickstar.step.precision import Precision
+from patrickstar.step.weight_masters import Masters
+
+_WIDENED_APART: Final = 1024  # elements
 
 
 @dataclass(eq=False)
@@ -31,14 +40,19 @@ class Gathering:
 
     Attributes:
         collectives: of all ranks, which do the same ones in the same order.
+        masters: of weights. precision: the types of the session.
         postpones: how many contexts say that gradients are not to be reduced. kept: those that wait for that, in fp32, by name.
+        has_waited: whether there has been such a context since gradients were last reduced.
     """
 
     layout: ShardLayout
     executor: Executor
     collectives: Collectives
+    masters: Masters
+    precision: Precision
     postpones: int = 0
     kept: dict[str, Tensor] = field(default_factory=dict)
+    has_waited: bool = False
     binding: Binding = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,12 +83,23 @@ class Gathering:
             self.binding.leases.copy_written(group, copy)
 
     def changed(self, group: str) -> None:
-        """A copy has been written in place, on all ranks alike: each keeps its share."""
-        copy = self.binding.access.lease(group)
+        """A copy has been written in place, on all ranks alike: each keeps its share. Where it is of another type, it shows what is kept."""
+        copy, first = self.binding.access.lease(group), self.binding.access.parameters_in(group)[0]
         with self.executor.lock, self.executor.apart():
-            self._bring(group, writes=True, phase=self.executor.change_phase())
+            phase = self.executor.change_phase()
+            if not first.is_copied:
+                self._bring(group, writes=True, phase=phase)
+                for ref, piece in self._pieces(group, copy):
+                    self.executor.store.tensor(ref).copy_(self._mine(piece))
+                return
             for ref, piece in self._pieces(group, copy):
-                self.executor.store.tensor(ref).copy_(piece.view(self.layout.size, -1)[self.layout.rank])
+                part = Part(ref.chunk, 0, self.layout.chunk_numel, 0)
+                is_split = PlaneRef(ref.chunk, REST) in self.executor.store.state.home
+                touches = master_touches(part, self.layout, is_split=is_split, writes=True)
+                self.executor.moment(phase, first.name, touches)
+                self.masters.take_changes(self._mine(piece), part, is_split=is_split)
+            self._bring(group, writes=False, phase=phase)
+            self._gather(group, copy)
 
     def assemble(self, name: str, mine: Iterable[Tensor], flat: Tensor) -> None:
         """Writes what ranks have of a parameter, in a plane, into a 1-D fp32 tensor in slot order. `mine`: this rank's pieces, in order."""
@@ -96,14 +121,24 @@ class Gathering:
     def _pieces(self, group: str, whole: Tensor) -> Iterator[tuple[PlaneRef, Tensor]]:
         """The units of a group's weights, each with its chunk of the whole."""
         numel = self.layout.whole.chunk_numel
-        for number, chunk in enumerate(self.layout.chunks_of[group]):
+        for number, chunk in enumerate(self.layout.chunks_in[group]):
             yield PlaneRef(chunk, WEIGHT), whole[number * numel : (number + 1) * numel]
 
+    def _mine(self, whole: Tensor) -> Tensor:
+        return whole.view(self.layout.size, -1)[self.layout.rank]
+
     def _gather(self, group: str, whole: Tensor) -> None:
-        tensor_of, gather = self.executor.store.tensor, self.collectives.gather
-        under_way = [gather(piece, tensor_of(ref), str(ref)) for ref, piece in self._pieces(group, whole)]
+        kept = torch.float32 if self.layout.is_whole(self.layout.chunks_in[group][0]) else self.precision.kept
+        arrives = whole if whole.dtype is kept else whole.view(kept)[whole.numel() :]  # widened where they arrive
+        under_way = []
+        for ref, piece in self._pieces(group, arrives):
+            mine = self.executor.store.tensor(ref)
+            mine = mine if mine.dtype is kept else self._mine(piece).copy_(mine)
+            under_way.append(self.collectives.gather(piece, mine, str(ref)))
         for ticket in under_way:
             ticket.wait()
+        if arrives is not whole:
+            _widen(whole, arrives)
 
     # gradients
 
@@ -114,7 +149,7 @@ class Gathering:
     @contextmanager
     def postponing(self) -> Iterator[None]:
         """A context in which gradients stay this rank's own, in fp32, until a backward outside of it, or the step."""
-        self.postpones += 1
+        self.postpones, self.has_waited = self.postpones + 1, True
         try:
             yield
         finally:
@@ -128,6 +163,7 @@ class Gathering:
         if not self.postpones:
             names = self._agree(whole)
             add(names, self._reduced(names, whole))
+            self.has_waited = False
 
     def _with_kept(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The gradients of a backward, added to those that have waited; they wait too, where they are to, and none are given then."""
@@ -164,8 +200,9 @@ class Gathering:
             pieces = [piece for piece in self.layout.whole.tensors_in(chunk) if piece.name in wanted]
             if not pieces:
                 continue
-            bound = self.binding.by_name[pieces[0].name]
-            mine = torch.zeros(self.layout.whole.chunk_numel, dtype=bound.shape_only.dtype, device=self.binding.device)
+            is_wide = self.has_waited or self.layout.is_whole(chunk)
+            dtype = torch.float32 if is_wide else self.precision.sent
+            mine = torch.zeros(self.layout.whole.chunk_numel, dtype=dtype, device=self.binding.device)
             for name, start, stop, at in pieces:
                 if name in gradients:
                     flat = self.binding.by_name[name].flat(gradients[name])
@@ -173,3 +210,14 @@ class Gathering:
             share = torch.empty(self.layout.chunk_numel, device=self.binding.device)
             self.collectives.reduce(share, mine, torch.empty_like(mine), f"c{chunk}").wait()
             yield chunk, share
+
+
+def _widen(whole: Tensor, narrow: Tensor) -> None:
+    """Writes 1-D elements of 2 bytes, which are the second half of the bytes of `whole`, as its elements of 4."""
+    start, numel = 0, whole.numel()
+    while start < numel:
+        # The first half of what is left lies before what it is made of.
+        stop = start + (numel - start) // 2 if numel - start > _WIDENED_APART else numel
+        piece = narrow[start:stop]
+        whole[start:stop].copy_(piece if stop < numel else piece.clone())
+        start = stop
