@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,8 @@ def train(
             for micro in range(row.accumulation):
                 torch.manual_seed(micro_seed(step, micro, rank))
                 loss = case.loss_of(model, batches[((step - 1) * row.accumulation + micro) * row.world + rank])
-                session.scaler.scale(loss / row.accumulation).backward()
+                with session.no_sync() if row.no_sync and micro < row.accumulation - 1 else nullcontext():
+                    session.scaler.scale(loss / row.accumulation).backward()
                 record.losses.append(loss.detach().cpu().clone())
                 del loss  # its graph holds what the next forward needs room for
             session.scaler.unscale_(optimizer)
@@ -130,7 +132,7 @@ def options_of(row: Row, **given: Any) -> patrickstar.Options:
     if row.precision != "fp32":
         kept, _, compute = row.precision.partition("-")
         scale = patrickstar.LossScale(initial=SCALE, window=WINDOW, hysteresis=HYSTERESIS)
-        given |= {"accumulate": row.accumulation, "compute": compute or kept, "loss_scale": scale}
+        given |= {"accumulate": 1 if row.no_sync else row.accumulation, "compute": compute or kept, "loss_scale": scale}
     return patrickstar.Options(chunk_size=row.world * CASES[row.model].chunk_numel, tile_rows=row.tile_rows, **given)
 
 

@@ -136,11 +136,21 @@ def train(
 
 
 def train_ranks(
-    case: Case, world: int, *, checkpointing: str, accumulation: int, clipping: bool, precision: str
+    case: Case,
+    world: int,
+    *,
+    checkpointing: str,
+    accumulation: int,
+    clipping: bool,
+    precision: str,
+    no_sync: bool = False,
 ) -> list[Record]:
-    """The run of each of several ranks: they differ in losses, evaluations and buffers."""
+    """The run of each of several ranks: they differ in losses, evaluations and buffers.
+
+    `no_sync`: whether the mean is of the sums of all backwards of a step, which each rank adds in fp32; else of each backward.
+    """
     replicas = [case.build(checkpointing) for _ in range(world)]
-    return _train(case, replicas, accumulation, clipping, STEPS, precision, "cpu")
+    return _train(case, replicas, accumulation, clipping, STEPS, precision, "cpu", syncs=not no_sync)
 
 
 def _train(
@@ -151,6 +161,8 @@ def _train(
     steps: int,
     precision: str,
     device: str,
+    *,
+    syncs: bool = True,
 ) -> list[Record]:
     model, world = replicas[0], len(replicas)
     groups = case.groups(model)
@@ -171,9 +183,8 @@ def _train(
         for group, initial in zip(groups, base, strict=True):
             group.update(schedule(initial, step))
         micro_batches = batches[(step - 1) * accumulation * world : step * accumulation * world]
-        gradients = _backwards(
-            case, replicas, micro_batches, step, records, types, 1.0 if scaling is None else scaling.scale
-        )
+        scale = 1.0 if scaling is None else scaling.scale
+        gradients = _backwards(case, replicas, micro_batches, step, records, types, scale, syncs=syncs)
         skips = scaling is not None and unscale(gradients, scaling, record)
         record.gradients.append({name: gradient.clone() for name, gradient in gradients.items()})
         if clipping:
@@ -213,6 +224,8 @@ def _backwards(
     records: Sequence[Record],
     types: Types | None,
     scale: float,
+    *,
+    syncs: bool,
 ) -> Tensors:
     """The gradients of a step, by the batches of its micro-steps: of each one for each replica."""
     of_ranks, kept = [dict(replica.named_parameters()) for replica in replicas], whole_parameters(replicas[0])
@@ -221,16 +234,17 @@ def _backwards(
     # One backward's gradients are kept in 16 bits, several add up in fp32.
     narrow_to = types.kept if types is not None and accumulation == 1 else None
     gradients: Tensors = {}
+    alone = [Tensors() for _ in replicas]
     for number, batch in enumerate(batches):
         micro, rank = divmod(number, world)
         torch.manual_seed(micro_seed(step, micro, rank))
         loss = case.loss_of(replicas[rank], batch)
         (loss / accumulation * (1.0 if types is None or not types.scales else torch.tensor(scale))).backward()
         records[rank].losses.append(loss.detach().cpu().clone())
-        if world > 1 and rank == world - 1:
-            add_mean(gradients, of_ranks, kept=narrow_to, whole=kept)
-        elif world == 1 and types is not None:
-            add_up(gradients, parameters, kept=narrow_to, whole=kept)
+        if world > 1 or types is not None:
+            add_up(gradients if world == 1 else alone[rank], of_ranks[rank], kept=narrow_to, whole=kept)
+        if world > 1 and rank == world - 1 and (syncs or micro == accumulation - 1):
+            add_mean(gradients, alone, parameters)
     if types is None and world == 1:
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     return {name: gradients[name].cpu() for name in parameters if name in gradients}
@@ -354,19 +368,15 @@ def add_up(
             parameter.grad = None
 
 
-def add_mean(
-    gradients: Tensors, of_ranks: Sequence[dict[str, nn.Parameter]], *, kept: torch.dtype | None, whole: Collection[str]
-) -> None:
-    """Adds the mean over ranks of one backward's gradients, summed in rank order; each rank's are as `add_up` has them."""
-    world, alone = len(of_ranks), [Tensors() for _ in of_ranks]
-    for own, parameters in zip(alone, of_ranks, strict=True):
-        add_up(own, parameters, kept=kept, whole=whole)
-    for name, parameter in of_ranks[0].items():
+def add_mean(gradients: Tensors, alone: Sequence[Tensors], parameters: dict[str, nn.Parameter]) -> None:
+    """Adds the mean of what ranks have alone, summed in their order, and takes it from them."""
+    for name, parameter in parameters.items():
         if any(name in own for own in alone):
-            total, *others = (own.get(name, torch.zeros_like(parameter, dtype=torch.float32)) for own in alone)
+            zeros = torch.zeros_like(parameter, dtype=torch.float32)
+            total, *others = (own.pop(name, zeros) for own in alone)
             for other in others:
                 total = total + other
-            mean = total * torch.tensor(1.0 / world)
+            mean = total * torch.tensor(1.0 / len(alone))
             gradients[name] = gradients[name].add_(mean) if name in gradients else mean
 
 

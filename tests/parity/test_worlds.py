@@ -43,7 +43,7 @@ def team_of() -> Iterator[Callable[[int], Team]]:
 @lru_cache(maxsize=2)  # rows that share an oracle follow each other
 def want(row: Row) -> list[Record]:
     """The same run in plain PyTorch, of each rank."""
-    names = ("checkpointing", "accumulation", "clipping", "precision")
+    names = ("checkpointing", "accumulation", "clipping", "precision", "no_sync")
     return oracle.train_ranks(CASES[row.model], row.world, **{name: getattr(row, name) for name in names})
 
 

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import patrickstar
-from patrickstar.errors import ConfigError, RankError
+from patrickstar.errors import ConfigError, RankError, StateError
 from patrickstar.optim.norm import GlobalNorm, clip_factor, norm_of
+from tests.parity.oracle import Types, narrow
 from tests.ranks import Ended, Team, all_well, kill_me, team
+from tests.session.masters import KINDS, in_kind
 
 STEPS = 3
 DEFAULTS: dict[str, Any] = {"host_memory": "1GiB"}
@@ -183,6 +185,84 @@ def test_ranks_train_with_the_bits_of_one_process_that_has_all_gradients(
         assert answer["stats"].reactive_steps <= (0 if syncs and name != "experts" else STEPS), answer["stats"].reason
 
 
+def overflow(rank: int, where: str, dynamic: bool) -> list[Any]:
+    """Scales, numbers of steps and a weight after each of three steps, the second of which overflows somewhere."""
+    model, seen = build("mlp"), list[Any]()
+    scale = patrickstar.LossScale(initial=1024, hysteresis=1, dynamic=dynamic)
+    options = patrickstar.Options(loss_scale=scale, compute="fp16")
+    with patrickstar.manage(
+        model, torch.optim.AdamW(model.parameters()), precision="fp16", options=options, **DEFAULTS
+    ) as session:
+        for step in range(3):
+            loss = model(inputs(rank, step, 0)).float().square().mean()
+            session.scaler.scale(loss * (1e9 if where == "on rank 1" and (rank, step) == (1, 1) else 1)).backward()
+            if where == "in an element" and step == 1:
+                model[2][0].bias.grad[0] = float("inf")  # which one rank alone keeps
+            session.scaler.step(session.optimizer)
+            session.scaler.update()
+            session.optimizer.zero_grad()
+            seen.append((session.scaler.get_scale(), session.stats().steps, model[3][2].bias.detach().clone()))
+    return seen
+
+
+@pytest.mark.parametrize(("where", "dynamic"), [("on rank 1", True), ("in an element", False)])
+def test_an_overflow_on_any_rank_skips_the_step_on_all(ranks: Team, where: str, dynamic: bool) -> None:
+    first, *others = all_well(ranks.run(overflow, where, dynamic))
+    assert [steps for _, steps, _ in first] == [1, 1, 2]
+    assert [scale for scale, _, _ in first] == [1024, *([512, 512] if dynamic else [1024, 1024])]
+    assert not torch.equal(first[0][2], first[2][2])
+    for other in others:
+        for (*mine, weight), (*theirs, same) in zip(first, other, strict=True):
+            assert mine == theirs
+            assert torch.equal(weight, same)
+
+
+def clamp(rank: int, kind: str) -> Any:
+    """Masters before and after a change by hand, and what the weights show then."""
+    model = build("mlp")
+    with patrickstar.manage(model, torch.optim.AdamW(model.parameters()), **in_kind(kind), **DEFAULTS) as session:
+        loss_of(model, 0, 0)  # the last block is there
+        before = {key: value.clone() for key, value in session.state_dict().items()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.05, 0.0513)
+        after = {key: value.clone() for key, value in session.state_dict().items()}
+        return before, after, {key: p.detach().clone() for key, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_change_by_hand_becomes_the_masters_of_the_elements_that_change(ranks: Team, kind: str) -> None:
+    types = Types.of(kind)
+    assert types is not None
+    for before, after, shown in all_well(ranks.run(clamp, kind)):
+        for key, master in before.items():
+            weight = narrow(master, types.kept).to(types.compute)
+            written = weight.clamp(-0.05, 0.0513)
+            want = torch.where(written == weight, master, written.float())
+            assert (want != master).any()
+            assert torch.equal(after[key], want), key
+            assert torch.equal(shown[key], narrow(want, types.kept).to(types.compute)), key
+
+
+def step_in_no_sync(rank: int) -> str:
+    model = build("mlp")
+    with patrickstar.manage(model, torch.optim.AdamW(model.parameters()), **DEFAULTS) as session:
+        with session.no_sync():
+            loss_of(model, rank, 0).backward()
+            for act in (
+                session.optimizer.step,
+                lambda: session.clip_grad_norm_(1.0),
+                lambda: list(session.gradients()),
+            ):
+                with pytest.raises(StateError, match="inside of session.no_sync"):
+                    act()
+        return str(session.clip_grad_norm_(1.0).item())
+
+
+def test_gradients_are_those_of_all_ranks_outside_of_no_sync_and_nobodys_inside(ranks: Team) -> None:
+    assert len({float(norm) > 0 and norm for norm in all_well(ranks.run(step_in_no_sync))}) == 1
+
+
 def manage_as(rank: int, seeds: list[int], rates: list[float], **arguments: Any) -> Any:
     model = build("mlp", seeds[rank])
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
@@ -205,7 +285,7 @@ def test_ranks_that_are_not_alike_are_refused_by_manage(seeds: list[int], rates:
                 raise answer
 
 
-@pytest.mark.parametrize("arguments", [{"precision": "fp16"}, {"step": "in_backward"}, {"device": "emulated"}], ids=str)
+@pytest.mark.parametrize("arguments", [{"step": "in_backward"}, {"device": "emulated"}], ids=str)
 def test_what_does_not_go_over_ranks_yet_is_refused(arguments: dict[str, Any]) -> None:
     with team(2) as pair:
         for answer in pair.run(refused, arguments):

@@ -11,6 +11,7 @@ Source: sharding of model states is ZeRO's (Rajbhandari et al., 2020); by chunks
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -186,6 +187,11 @@ class Gathering:
         """Forgets gradients that have waited."""
         for name in self.kept.keys() & set(names):
             del self.kept[name]
+
+    def of_any(self, names: Collection[str]) -> list[str]:
+        """The parameters that any rank names, those of the first rank first: alike on all."""
+        of_all = self.collectives.agree(json.dumps(list(names)).encode(), "overflowed gradients")
+        return list(dict.fromkeys(name for named in of_all for name in json.loads(named)))
 
     def _agree(self, names: Mapping[str, Tensor]) -> list[str]:
         """The parameters that have a gradient on any rank, in layout order."""
