@@ -75,6 +75,15 @@ def test_what_is_gathered_for_a_tensor_are_the_chunks_of_its_block():
     assert (share.chunk_numel, share.group_numel("")) == (64, 512)
 
 
+def test_what_stays_fp32_whole_is_gathered_apart_from_the_rest_of_its_block():
+    given = [TensorSpec("a", (20,), block="b"), TensorSpec("norm", (4,), whole=True, block="b"), TensorSpec("c", (9,))]
+    share = shard_of(build_layout(given, chunk_numel=128), 0, 2)
+    assert dict(share.chunks_of) == {"b": (0, 2), "": (1,)}
+    assert dict(share.chunks_in) == {"b": (0,), "": (1,), "b in fp32": (2,)}
+    assert {name: share.group(name) for name in share.slices} == {"a": "b", "norm": "b in fp32", "c": ""}
+    assert (share.offset("norm"), share.weight_units("norm")) == (0, (PlaneRef(2, WEIGHT),))
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("granule", [0, 1 << 19])
 def test_sizes_over_ranks_are_whole_shares_with_little_padding(ranks, granule):

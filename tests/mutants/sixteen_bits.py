@@ -21,7 +21,7 @@ SIXTEEN_BITS: tuple[Mutant, ...] = (
     Fault("a-change-in-a-copy-is-lost", "step.events:Events.changed").by(
         drop("changed"), f"{SIXTEEN}::test_a_change_by_hand_is_carried_into_the_master[fp16-host-clamp]"
     ),
-    Fault("a-change-in-a-copy-rounds-its-neighbours-masters", "step.weight_masters:Masters._take_changes").by(
+    Fault("a-change-in-a-copy-rounds-its-neighbours-masters", "step.weight_masters:Masters.take_changes").by(
         replace("torch.where(changed, value, kept[block])", "value"),
         f"{SIXTEEN}::test_a_change_by_hand_is_carried_into_the_master[fp16-host-by_index]",
     ),
@@ -30,7 +30,7 @@ SIXTEEN_BITS: tuple[Mutant, ...] = (
         f"{LINE}[train(4) planned(4)-fp16-fp32-cpu+disk]",
     ),
     Fault(
-        "a-change-in-a-widened-copy-of-a-split-weight-leaves-the-rest", "step.weight_masters:Masters._take_changes"
+        "a-change-in-a-widened-copy-of-a-split-weight-leaves-the-rest", "step.weight_masters:Masters.take_changes"
     ).by(drop("copy_", nth=3), f"{SIXTEEN}::test_a_change_by_hand_is_carried_into_the_master[fp16-fp32-clamp]"),
     Fault("fp16-weights-on-a-device-are-fp32-masters", "step.precision:find_precision").by(
         assign("is_split", "False", nth=1),

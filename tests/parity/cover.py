@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from itertools import combinations
 
 from tests.parity.matrix import DIMENSIONS, PAIRS, PAIRS_FILE, TILED, WIDE_FILE, Row, Value, allowed, allowed_rows
@@ -33,7 +33,7 @@ def shuffled(row: Row) -> int:
 
 def in_order(row: Row) -> tuple[int, ...]:
     """Sorts rows of one model, and of those the ones that share an oracle, next to each other."""
-    return tuple(list(values).index(value) for values, value in zip(DIMENSIONS.values(), astuple(row), strict=True))
+    return (*(list(values).index(getattr(row, name)) for name, values in DIMENSIONS.items()), row.world)
 
 
 def pairs() -> list[Row]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import astuple
 from functools import cache
 from itertools import combinations, product
 from random import Random
@@ -73,7 +72,7 @@ def _dealt() -> Mapping[Row, Dealt]:
     times: Counter[Dealt] = Counter()
     found: dict[Row, Dealt] = {}
     for row in dict.fromkeys((*first, *PAIRS, *WIDE)):
-        own = tuple(zip(DIMENSIONS, astuple(row), strict=True))
+        own = tuple((name, getattr(row, name)) for name in DIMENSIONS)
         new = {
             (name, value): sum((name, value, one) not in met for one in own)
             for name, values in zip(Dealt._fields, map(set, zip(*DEALT, strict=True)), strict=True)
@@ -100,7 +99,10 @@ def _shown(row: Row, one: Dealt) -> list[tuple[str, object]]:
 
 
 def dealt(row: Row) -> Dealt:
-    """What is dealt to a row; to one that is none of the lists', what is usual."""
+    """What is dealt to a row: to one of several ranks by chance, to one that is in no list what is usual."""
+    if row.world > 1:
+        choices = [one for one in DEALT if shows_choice(row, one.choice)]
+        return Random(str(row)).choice(choices)
     return _dealt().get(row, _NONE)
 
 

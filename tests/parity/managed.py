@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import patrickstar
 from patrickstar.checkpoint.find import open_step
@@ -45,8 +47,9 @@ def train(
     prefetch: int | str | None = "of the row",
     choice: UpdateChoice | None = None,
     device: str = "cpu",
+    rank: int = 0,
 ) -> Outcome:
-    """One run of a row within the given bytes by tier; a tier that is not named has room for everything.
+    """One run of a row within the given bytes by tier; a tier that is not named has room for everything. `rank`: of a row of several.
 
     `prefetch`: another depth than the row's. `choice`: of updates, another than the row's. `device`: what takes the place of the device that is
     emulated, with lanes of its own.
@@ -60,7 +63,7 @@ def train(
     base = [dict(group) for group in groups]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [names[id(parameter)] for group in groups for parameter in group["params"]]
-    batches = [on(device, batch) for batch in case.batches(seed=0, count=steps * row.accumulation)]
+    batches = [on(device, batch) for batch in case.batches(seed=0, count=steps * row.accumulation * row.world)]
     plain = getattr(torch.optim, case.algorithm)(groups, lr=1.0)  # each group has its own rate
     by_call = row.clipping and row.accumulation > 1
     session = manage_inside(
@@ -80,9 +83,10 @@ def train(
             for group, initial in zip(optimizer.param_groups, base, strict=True):
                 group.update(schedule(initial, step))
             for micro in range(row.accumulation):
-                torch.manual_seed(micro_seed(step, micro))
-                loss = case.loss_of(model, batches[(step - 1) * row.accumulation + micro])
-                session.scaler.scale(loss / row.accumulation).backward()
+                torch.manual_seed(micro_seed(step, micro, rank))
+                loss = case.loss_of(model, batches[((step - 1) * row.accumulation + micro) * row.world + rank])
+                with session.no_sync() if row.no_sync and micro < row.accumulation - 1 else nullcontext():
+                    session.scaler.scale(loss / row.accumulation).backward()
                 record.losses.append(loss.detach().cpu().clone())
                 del loss  # its graph holds what the next forward needs room for
             session.scaler.unscale_(optimizer)
@@ -100,7 +104,7 @@ def train(
         weights = session.state_dict()
         record.weights = {name: weights[name].clone() for name in names.values()}
         record.buffers = {name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers()}
-        read_moments(session, record, order=order, directory=directory)
+        read_moments(session, record, dict(model.named_parameters()), order=order, directory=directory)
     finally:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # where the weights do not fit, closing leaves `meta` ones and says so
@@ -128,14 +132,14 @@ def options_of(row: Row, **given: Any) -> patrickstar.Options:
     if row.precision != "fp32":
         kept, _, compute = row.precision.partition("-")
         scale = patrickstar.LossScale(initial=SCALE, window=WINDOW, hysteresis=HYSTERESIS)
-        given |= {"accumulate": row.accumulation, "compute": compute or kept, "loss_scale": scale}
-    return patrickstar.Options(chunk_size=CASES[row.model].chunk_numel, tile_rows=row.tile_rows, **given)
+        given |= {"accumulate": 1 if row.no_sync else row.accumulation, "compute": compute or kept, "loss_scale": scale}
+    return patrickstar.Options(chunk_size=row.world * CASES[row.model].chunk_numel, tile_rows=row.tile_rows, **given)
 
 
 def machine(row: Row, limits: Limits, directory: Path) -> dict[str, Any]:
-    """The arguments of `manage` that say what memory there is."""
-    device, host = limits.get("device", ROOMY_BYTES), limits.get("host", ROOMY_BYTES)
-    disk = {"disk": directory, "disk_memory": ROOMY_BYTES}
+    """The arguments of `manage` that say what memory there is: of a machine with all ranks, each with a device."""
+    device, host = limits.get("device", ROOMY_BYTES), row.world * limits.get("host", ROOMY_BYTES)
+    disk = {"disk": directory, "disk_memory": row.world * ROOMY_BYTES}
     match row.tier:
         case "emulated":
             return {"device": "emulated", "device_memory": device, "host_memory": host}
@@ -146,11 +150,20 @@ def machine(row: Row, limits: Limits, directory: Path) -> dict[str, Any]:
     raise AssertionError(f"no such tier: {row.tier}")
 
 
-def read_moments(session: Any, record: Record, *, order: list[str], directory: Path) -> None:
+def read_moments(
+    session: Any, record: Record, parameters: Mapping[str, nn.Parameter], *, order: list[str], directory: Path
+) -> None:
     """Both moments and the update counts, from the optimizer's state in torch's format.
 
-    Where that does not fit at once, the session says so, and they are read from a checkpoint.
+    Where that does not fit at once, the session says so, and they are read from a checkpoint. Ranks read one at a time.
     """
+    if dist.is_initialized():
+        for name, parameter in parameters.items():
+            if kept := session.optimizer.state.get(parameter):
+                record.exp_avg[name] = kept["exp_avg"].clone()
+                record.exp_avg_sq[name] = kept["exp_avg_sq"].clone()
+                record.updates[name] = int(kept["step"])
+        return
     try:
         state = session.optimizer.state_dict()
     except patrickstar.BudgetError:

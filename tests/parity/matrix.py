@@ -40,12 +40,18 @@ class Row:
     precision: str = "fp32"
     """What weights are kept in, and behind a hyphen what computes where that is another type."""
     tile_rows: int | None = None
+    world: int = 1
+    """Number of ranks."""
+    no_sync: bool = False
+    """Whether ranks add the gradients of several backwards before those of all ranks are added."""
 
     def __str__(self) -> str:
         clip = "clip" if self.clipping else "noclip"
         parts = (self.model, self.checkpointing, f"x{self.accumulation}", clip, self.step, self.eviction)
         end = [] if self.precision == "fp32" else [self.precision]
         end += [] if self.tile_rows is None else [f"tiles{self.tile_rows}"]
+        end += [] if self.world == 1 else [f"world{self.world}"]
+        end += ["nosync"] if self.no_sync else []
         return "-".join((*parts, self.budget, self.tier, *end))
 
     @classmethod
@@ -62,13 +68,14 @@ class Row:
         tiles = parts["tile_rows"]
         parts |= {"accumulation": int(parts["accumulation"]), "clipping": parts["clipping"] == "clip"}
         parts |= {"precision": parts["precision"] or "fp32", "tile_rows": None if tiles is None else int(tiles)}
+        parts |= {"world": int(parts["world"] or 1), "no_sync": parts["no_sync"] is not None}
         return cls(**parts)
 
 
 _ROW: Final = re.compile(
     r"(?P<model>.+?)-(?P<checkpointing>none|non-reentrant|reentrant)-x(?P<accumulation>\d+)-(?P<clipping>clip|noclip)"
     r"-(?P<step>deferred|in_backward)-(?P<eviction>next-use|lru)-(?P<budget>fits|between|minimum)"
-    r"-(?P<tier>emulated\+disk|emulated|cpu\+disk)(?:-(?P<precision>(?:bf16|fp16)(?:-fp32)?))?(?:-tiles(?P<tile_rows>\d+))?"
+    r"-(?P<tier>emulated\+disk|emulated|cpu\+disk)(?:-(?P<precision>(?:bf16|fp16)(?:-fp32)?))?(?:-tiles(?P<tile_rows>\d+))?(?:-world(?P<world>\d+))?(?:-(?P<no_sync>nosync))?"
 )
 
 
@@ -84,7 +91,10 @@ DIMENSIONS: Final[Mapping[str, Sequence[Value]]] = {
     "precision": ("fp32", "bf16", "bf16-fp32", "fp16", "fp16-fp32"),
     "tile_rows": (None, 24, 7),
 }
-assert [field.name for field in fields(Row)] == list(DIMENSIONS), "a row lists its dimensions in their order"
+OF_RANKS: Final[Mapping[str, Sequence[Value]]] = {"world": (2, 3, 4), "no_sync": (False, True)}
+"""What rows of several ranks have besides; the others are of one."""
+
+assert [field.name for field in fields(Row)] == [*DIMENSIONS, *OF_RANKS], "a row lists its dimensions in their order"
 
 # The models that have weights of more rows than a tile.
 TILED: Final = (

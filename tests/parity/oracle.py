@@ -3,6 +3,9 @@
 Shares nothing with the library. Forward and backward are plain PyTorch; the update is that of `tests/optim/definition.py`, which
 depends on no kernel that the library may use.
 
+Of several ranks it is one process that runs the forward and backward of each, one after the other, on replicas with the same parameters, and forms
+f(1/p) * (((g0 + g1) + g2) + ...) in fp32 of each backward's gradients; zeros stand for those that a rank has not.
+
 The definition, for a parameter p with gradient g at its t-th update; f(x) is x in double, rounded once to fp32:
 
     AdamW:  p = p * f(1 - lr * wd)                       Adam:  g = fma(f(wd), p, g)
@@ -15,9 +18,9 @@ The definition, for a parameter p with gradient g at its t-th update; f(x) is x 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,14 +130,41 @@ def train(
     """
     model = case.build(checkpointing).to(device)
     with nullcontext() if tile_rows is None else tiled_products(model, tile_rows) as tiled:
-        record = _train(case, model, accumulation, clipping, steps, precision, device)
+        (record,) = _train(case, [model], accumulation, clipping, steps, precision, device)
     assert tiled is None or tiled.count, f"{case.name}: no weight has more than {tile_rows} rows"
     return record
 
 
+def train_ranks(
+    case: Case,
+    world: int,
+    *,
+    checkpointing: str,
+    accumulation: int,
+    clipping: bool,
+    precision: str,
+    no_sync: bool = False,
+) -> list[Record]:
+    """The run of each of several ranks: they differ in losses, evaluations and buffers.
+
+    `no_sync`: whether the mean is of the sums of all backwards of a step, which each rank adds in fp32; else of each backward.
+    """
+    replicas = [case.build(checkpointing) for _ in range(world)]
+    return _train(case, replicas, accumulation, clipping, STEPS, precision, "cpu", syncs=not no_sync)
+
+
 def _train(
-    case: Case, model: nn.Module, accumulation: int, clipping: bool, steps: int, precision: str, device: str
-) -> Record:
+    case: Case,
+    replicas: Sequence[nn.Module],
+    accumulation: int,
+    clipping: bool,
+    steps: int,
+    precision: str,
+    device: str,
+    *,
+    syncs: bool = True,
+) -> list[Record]:
+    model, world = replicas[0], len(replicas)
     groups = case.groups(model)
     base = [dict(group) for group in groups]
     parameters = dict(model.named_parameters())
@@ -142,26 +172,19 @@ def _train(
     types = Types.of(precision)
     scaling = LossScale() if types is not None and types.scales else None
     masters = make_masters(parameters, types, kept=kept)
-    narrow_buffers_and_inputs(model, None if types is None else types.compute)
-    batches = [on(device, batch) for batch in case.batches(seed=0, count=steps * accumulation)]
+    prepare(replicas, types)
+    batches = [on(device, batch) for batch in case.batches(seed=0, count=steps * accumulation * world)]
     moments: dict[str, Moments] = {}
-    record = Record()
+    records = [Record() for _ in replicas]
+    record = records[0]
     for step in range(1, steps + 1):
-        case.before_step(model, step)
+        for replica in replicas:
+            case.before_step(replica, step)
         for group, initial in zip(groups, base, strict=True):
             group.update(schedule(initial, step))
-        gradients: Tensors = {}
-        for micro in range(accumulation):
-            torch.manual_seed(micro_seed(step, micro))
-            loss = case.loss_of(model, batches[(step - 1) * accumulation + micro])
-            (loss / accumulation * (1.0 if scaling is None else torch.tensor(scaling.scale))).backward()
-            record.losses.append(loss.detach().cpu().clone())
-            if types is not None:
-                # One backward's gradients are kept in 16 bits, several add up in fp32.
-                add_up(gradients, parameters, kept=types.kept if accumulation == 1 else None, whole=kept)
-        if types is None:
-            gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        gradients = {name: gradient.cpu() for name, gradient in gradients.items()}
+        micro_batches = batches[(step - 1) * accumulation * world : step * accumulation * world]
+        scale = 1.0 if scaling is None else scaling.scale
+        gradients = _backwards(case, replicas, micro_batches, step, records, types, scale, syncs=syncs)
         skips = scaling is not None and unscale(gradients, scaling, record)
         record.gradients.append({name: gradient.clone() for name, gradient in gradients.items()})
         if clipping:
@@ -173,13 +196,58 @@ def _train(
         zeroed = parameters.values() if case.zero == "model" else [p for group in groups for p in group["params"]]
         for parameter in zeroed:
             parameter.grad = None
-        evaluate(case, model, batches[0], step, record)
+        for replica, of_rank in zip(replicas, records, strict=True):
+            evaluate(case, replica, batches[0], step, of_rank)
     record.weights = {name: master.detach().clone() for name, master in masters.items()}
-    record.buffers = {name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers()}
     record.exp_avg = {name: kept.exp_avg for name, kept in moments.items()}
     record.exp_avg_sq = {name: kept.exp_avg_sq for name, kept in moments.items()}
     record.updates = {name: kept.updates for name, kept in moments.items()}
-    return record
+    for replica, of_rank in zip(replicas, records, strict=True):
+        of_rank.buffers = {name: buffer.detach().cpu().clone() for name, buffer in replica.named_buffers()}
+    return [replace(record, losses=own.losses, evaluations=own.evaluations, buffers=own.buffers) for own in records]
+
+
+def prepare(replicas: Sequence[nn.Module], types: Types | None) -> None:
+    """Gives replicas the parameters of the first, and all of them buffers and inputs of the type that computes."""
+    parameters = dict(replicas[0].named_parameters())
+    for replica in replicas:
+        for name, parameter in replica.named_parameters() if replica is not replicas[0] else ():
+            parameter.data = parameters[name].data  # the same memory
+        narrow_buffers_and_inputs(replica, None if types is None else types.compute)
+
+
+def _backwards(
+    case: Case,
+    replicas: Sequence[nn.Module],
+    batches: Sequence[dict[str, Any]],
+    step: int,
+    records: Sequence[Record],
+    types: Types | None,
+    scale: float,
+    *,
+    syncs: bool,
+) -> Tensors:
+    """The gradients of a step, by the batches of its micro-steps: of each one for each replica."""
+    of_ranks, kept = [dict(replica.named_parameters()) for replica in replicas], whole_parameters(replicas[0])
+    world, parameters = len(replicas), of_ranks[0]
+    accumulation = len(batches) // world
+    # One backward's gradients are kept in 16 bits, several add up in fp32.
+    narrow_to = types.kept if types is not None and accumulation == 1 else None
+    gradients: Tensors = {}
+    alone = [Tensors() for _ in replicas]
+    for number, batch in enumerate(batches):
+        micro, rank = divmod(number, world)
+        torch.manual_seed(micro_seed(step, micro, rank))
+        loss = case.loss_of(replicas[rank], batch)
+        (loss / accumulation * (1.0 if types is None or not types.scales else torch.tensor(scale))).backward()
+        records[rank].losses.append(loss.detach().cpu().clone())
+        if world > 1 or types is not None:
+            add_up(gradients if world == 1 else alone[rank], of_ranks[rank], kept=narrow_to, whole=kept)
+        if world > 1 and rank == world - 1 and (syncs or micro == accumulation - 1):
+            add_mean(gradients, alone, parameters)
+    if types is None and world == 1:
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    return {name: gradients[name].cpu() for name in parameters if name in gradients}
 
 
 def evaluate(case: Case, model: nn.Module, batch: dict[str, Any], step: int, record: Record) -> None:
@@ -298,6 +366,18 @@ def add_up(
                 wide = wide.to(kept).float()
             gradients[name] = gradients[name].add_(wide) if name in gradients else wide
             parameter.grad = None
+
+
+def add_mean(gradients: Tensors, alone: Sequence[Tensors], parameters: dict[str, nn.Parameter]) -> None:
+    """Adds the mean of what ranks have alone, summed in their order, and takes it from them."""
+    for name, parameter in parameters.items():
+        if any(name in own for own in alone):
+            zeros = torch.zeros_like(parameter, dtype=torch.float32)
+            total, *others = (own.pop(name, zeros) for own in alone)
+            for other in others:
+                total = total + other
+            mean = total * torch.tensor(1.0 / len(alone))
+            gradients[name] = gradients[name].add_(mean) if name in gradients else mean
 
 
 # Norm and clipping

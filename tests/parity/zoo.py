@@ -106,9 +106,9 @@ def schedule(group: Mapping[str, Any], step: int) -> dict[str, float]:
     return {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] * (0.5 if step >= 4 else 1.0)}
 
 
-def micro_seed(step: int, micro: int) -> int:
-    """What torch's RNG is set to before each micro-step, so that dropout draws the same numbers in both runs."""
-    return 1_000 * step + micro
+def micro_seed(step: int, micro: int, rank: int = 0) -> int:
+    """What torch's RNG is set to before each micro-step of a rank, so that dropout draws the same numbers in both runs."""
+    return 100_000 * rank + 1_000 * step + micro
 
 
 @dataclass(frozen=True)

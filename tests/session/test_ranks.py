@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import patrickstar
-from patrickstar.comm import collectives
-from patrickstar.core.shard_layout import ShardLayout
-from patrickstar.errors import ConfigError, RankError
+from patrickstar.errors import ConfigError, RankError, StateError
 from patrickstar.optim.norm import GlobalNorm, clip_factor, norm_of
+from tests.parity.oracle import Types, narrow
 from tests.ranks import Ended, Team, all_well, kill_me, team
+from tests.session.masters import KINDS, in_kind
 
 STEPS = 3
 DEFAULTS: dict[str, Any] = {"host_memory": "1GiB"}
@@ -187,116 +185,82 @@ def test_ranks_train_with_the_bits_of_one_process_that_has_all_gradients(
         assert answer["stats"].reactive_steps <= (0 if syncs and name != "experts" else STEPS), answer["stats"].reason
 
 
-def decoder(checkpointed: bool) -> nn.Module:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=5, n_embd=48, n_head=2, n_positions=16, vocab_size=96, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
-    model = GPT2LMHeadModel(config).train()
-    if checkpointed:
-        model.gradient_checkpointing_enable()
-    return model
-
-
-def bytes_of(rank: int, what: str) -> tuple[list[int], dict[str, int], int, int]:
-    """What is given to process groups in each of some steps, the bytes of groups, the largest step besides, and what the session counts."""
-    model = decoder(what == "checkpointed")
-    words = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(rank))
-    given = {"data": 0, "besides": 0}
-    parts = 2 if what in ("twice", "no_sync") else 1
-    options = patrickstar.Options(accumulate=parts)
-    with (
-        patrickstar.manage(model, torch.optim.AdamW(model.parameters()), **DEFAULTS, options=options) as session,
-        counting(given),
-    ):
-        steps, besides = list[int](), 0
-        for _ in range(3):
-            before = dict(given)
-            with torch.set_grad_enabled(what != "evaluation"):
-                for part in range(parts):
-                    loss = model(input_ids=words, labels=words).loss
-                    if what != "evaluation":
-                        with session.no_sync() if what == "no_sync" and part == 0 else nullcontext():
-                            loss.backward()
-            if what != "evaluation":
-                session.optimizer.step()
-                session.optimizer.zero_grad()
-            steps.append(given["data"] - before["data"])
-            besides = max(besides, given["besides"] - before["besides"])
-        layout = session._parts.layout
-        assert isinstance(layout, ShardLayout)
-        return steps, {g: 4 * layout.group_numel(g) for g in layout.chunks_of}, besides, session.stats().moved["ranks"]
-
-
-@contextmanager
-def counting(given: dict[str, int]) -> Iterator[None]:
-    """Adds what this rank gives to process groups for others: data, and all else."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    calls = [collectives.all_gather, collectives.all_to_all, collectives.broadcast]
-
-    def gather(group: Any, out: Tensor, mine: Tensor) -> Any:
-        given["besides"] += mine.nbytes * (size - 1)
-        return calls[0](group, out, mine)
-
-    def exchange(group: Any, out: Tensor, pieces: Tensor) -> Any:
-        given["data"] += pieces.nbytes // size * (size - 1)
-        return calls[1](group, out, pieces)
-
-    def send(group: Any, piece: Tensor, root: int) -> Any:
-        given["data"] += piece.nbytes * (size - 1) * (root == rank)
-        return calls[2](group, piece, root)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, call in (("all_gather", gather), ("all_to_all", exchange), ("broadcast", send)):
-            patch.setattr(collectives, name, call)
-        yield
-
-
-@pytest.mark.parametrize("what", ["plain", "checkpointed", "twice", "no_sync", "evaluation"])
-def test_a_rank_sends_each_weight_once_in_a_forward_and_once_in_a_backward_and_each_gradient_once(
-    ranks: Team, what: str
-) -> None:
-    for steps, nbytes, besides, counted in all_well(ranks.run(bytes_of, what)):
-        blocks = {group: size for group, size in nbytes.items() if group}
-        assert len(blocks) == 5
-        weights, root, last = (
-            sum(blocks.values()),
-            nbytes[""],
-            blocks["transformer.h.4"],
-        )  # which stays for its backward
-        once, gradients = 2 * weights - last + root, weights + root
-        wanted = {
-            "plain": [once + gradients] * 3,
-            "checkpointed": [once + gradients] * 3,
-            "twice": [2 * (once + gradients)] * 3,
-            "no_sync": [2 * once + gradients] * 3,
-            "evaluation": [weights + root, weights, weights],
-        }[what]
-        assert steps == [n * (ranks.size - 1) // ranks.size for n in wanted]
-        assert counted == sum(steps)
-        assert besides < 64 << 10
-
-
-def peak_of(rank: int, blocks: int) -> tuple[int, int, int]:
-    """Peak of the host, what rests there, and the bytes of a block's weights."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64)) for _ in range(blocks)])
-    with patrickstar.manage(model, torch.optim.AdamW(model.parameters()), **DEFAULTS) as session:
-        for _ in range(3):
-            model(torch.randn(2, 64)).square().mean().backward()
-            session.optimizer.step()
+def overflow(rank: int, where: str, dynamic: bool) -> list[Any]:
+    """Scales, numbers of steps and a weight after each of three steps, the second of which overflows somewhere."""
+    model, seen = build("mlp"), list[Any]()
+    scale = patrickstar.LossScale(initial=1024, hysteresis=1, dynamic=dynamic)
+    options = patrickstar.Options(loss_scale=scale, compute="fp16")
+    with patrickstar.manage(
+        model, torch.optim.AdamW(model.parameters()), precision="fp16", options=options, **DEFAULTS
+    ) as session:
+        for step in range(3):
+            loss = model(inputs(rank, step, 0)).float().square().mean()
+            session.scaler.scale(loss * (1e9 if where == "on rank 1" and (rank, step) == (1, 1) else 1)).backward()
+            if where == "in an element" and step == 1:
+                model[2][0].bias.grad[0] = float("inf")  # which one rank alone keeps
+            session.scaler.step(session.optimizer)
+            session.scaler.update()
             session.optimizer.zero_grad()
-        layout = session._parts.layout
-        assert isinstance(layout, ShardLayout)
-        assert session.stats().planned_steps == 3
-        return session.stats().peak["host"], 16 * layout.chunk_numel * layout.n_chunks, 4 * layout.group_numel("0")
+            seen.append((session.scaler.get_scale(), session.stats().steps, model[3][2].bias.detach().clone()))
+    return seen
 
 
-def test_two_blocks_are_whole_at_once_however_many_there_are(ranks: Team) -> None:
-    for peak, resting, block in all_well(ranks.run(peak_of, 8)):
-        activations = 8 * 2 * (512 + 64 + 64) * 4
-        received, shares = block, block // ranks.size
-        assert peak <= resting + 4 * block + received + 2 * shares + 2 * activations
+@pytest.mark.parametrize(("where", "dynamic"), [("on rank 1", True), ("in an element", False)])
+def test_an_overflow_on_any_rank_skips_the_step_on_all(ranks: Team, where: str, dynamic: bool) -> None:
+    first, *others = all_well(ranks.run(overflow, where, dynamic))
+    assert [steps for _, steps, _ in first] == [1, 1, 2]
+    assert [scale for scale, _, _ in first] == [1024, *([512, 512] if dynamic else [1024, 1024])]
+    assert not torch.equal(first[0][2], first[2][2])
+    for other in others:
+        for (*mine, weight), (*theirs, same) in zip(first, other, strict=True):
+            assert mine == theirs
+            assert torch.equal(weight, same)
+
+
+def clamp(rank: int, kind: str) -> Any:
+    """Masters before and after a change by hand, and what the weights show then."""
+    model = build("mlp")
+    with patrickstar.manage(model, torch.optim.AdamW(model.parameters()), **in_kind(kind), **DEFAULTS) as session:
+        loss_of(model, 0, 0)  # the last block is there
+        before = {key: value.clone() for key, value in session.state_dict().items()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.05, 0.0513)
+        after = {key: value.clone() for key, value in session.state_dict().items()}
+        return before, after, {key: p.detach().clone() for key, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_change_by_hand_becomes_the_masters_of_the_elements_that_change(ranks: Team, kind: str) -> None:
+    types = Types.of(kind)
+    assert types is not None
+    for before, after, shown in all_well(ranks.run(clamp, kind)):
+        for key, master in before.items():
+            weight = narrow(master, types.kept).to(types.compute)
+            written = weight.clamp(-0.05, 0.0513)
+            want = torch.where(written == weight, master, written.float())
+            assert (want != master).any()
+            assert torch.equal(after[key], want), key
+            assert torch.equal(shown[key], narrow(want, types.kept).to(types.compute)), key
+
+
+def step_in_no_sync(rank: int) -> str:
+    model = build("mlp")
+    with patrickstar.manage(model, torch.optim.AdamW(model.parameters()), **DEFAULTS) as session:
+        with session.no_sync():
+            loss_of(model, rank, 0).backward()
+            for act in (
+                session.optimizer.step,
+                lambda: session.clip_grad_norm_(1.0),
+                lambda: list(session.gradients()),
+            ):
+                with pytest.raises(StateError, match="inside of session.no_sync"):
+                    act()
+        return str(session.clip_grad_norm_(1.0).item())
+
+
+def test_gradients_are_those_of_all_ranks_outside_of_no_sync_and_nobodys_inside(ranks: Team) -> None:
+    assert len({float(norm) > 0 and norm for norm in all_well(ranks.run(step_in_no_sync))}) == 1
 
 
 def manage_as(rank: int, seeds: list[int], rates: list[float], **arguments: Any) -> Any:
@@ -321,7 +285,7 @@ def test_ranks_that_are_not_alike_are_refused_by_manage(seeds: list[int], rates:
                 raise answer
 
 
-@pytest.mark.parametrize("arguments", [{"precision": "bf16"}, {"step": "in_backward"}, {"device": "emulated"}], ids=str)
+@pytest.mark.parametrize("arguments", [{"step": "in_backward"}, {"device": "emulated"}], ids=str)
 def test_what_does_not_go_over_ranks_yet_is_refused(arguments: dict[str, Any]) -> None:
     with team(2) as pair:
         for answer in pair.run(refused, arguments):

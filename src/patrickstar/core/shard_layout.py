@@ -2,7 +2,7 @@
 
 A chunk is cut in as many pieces of one size as there are ranks, in rank order. A tensor goes across the cuts: a rank has the parts of it that lie in
 its own pieces. A shard is a layout like any other, of smaller chunks, in which a tensor has only some of its elements. What needs a tensor whole
-gathers the chunks of its *group*: those of its block, or those of what no block owns.
+gathers the chunks of its *group*: those of its block, or those of what no block owns, that are of one type.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from patrickstar.core.layout import Layout, Run, Slice, Tile
 from patrickstar.core.planes import WEIGHT, PlaneRef
 from patrickstar.errors import LayoutError
+
+_WHOLE: Final = " in fp32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +24,23 @@ class ShardLayout(Layout):
     """The layout of what one rank keeps: chunks of which each is its share of one of the whole layout's.
 
     Attributes:
-        whole: the layout of all ranks together. rank: whose shard this is. size: number of ranks. chunks_of: chunks that are gathered together, in
-            order, by block.
+        whole: the layout of all ranks together. rank: whose shard this is. size: number of ranks. chunks_of: chunks by block, in order.
+        chunks_in: chunks that are gathered together, in order, by group.
     """
 
     whole: Layout = field(kw_only=True)
     rank: int = field(kw_only=True)
     size: int = field(kw_only=True)
     chunks_of: MappingProxyType[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    chunks_in: MappingProxyType[str, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         Layout.__post_init__(self)
-        chunks: dict[str, tuple[int, ...]] = {}
-        for chunk in range(self.n_chunks):
-            block = self.block_of(chunk)
-            chunks[block] = (*chunks.get(block, ()), chunk)
-        object.__setattr__(self, "chunks_of", MappingProxyType(chunks))
+        for name, key_of in {"chunks_of": self.block_of, "chunks_in": self.group_of}.items():
+            chunks: dict[str, tuple[int, ...]] = {}
+            for chunk in range(self.n_chunks):
+                chunks[key_of(chunk)] = (*chunks.get(key_of(chunk), ()), chunk)
+            object.__setattr__(self, name, MappingProxyType(chunks))
 
     def tiles(self, label: str) -> tuple[Tile, ...]:
         """Places of those elements of a tensor that this rank has, one in each chunk."""
@@ -52,26 +55,34 @@ class ShardLayout(Layout):
         """The block whose tensors a chunk has; "" where they are of none."""
         return self._group_of[chunk].block
 
+    def group_of(self, chunk: int) -> str:
+        """The group that a chunk is gathered with: that of its block, and apart from it of what stays fp32 whole."""
+        return self.block_of(chunk) + _WHOLE * self.is_whole(chunk)
+
     def weight_units(self, label: str) -> tuple[PlaneRef, ...]:
         """The shares of all chunks that are gathered where the tensor is used."""
-        return self.units_of(self.group(label))
+        return tuple(PlaneRef(chunk, WEIGHT) for chunk in self.chunks_in[self.group(label)])
 
     def units_of(self, block: str) -> tuple[PlaneRef, ...]:
-        """The shares of the chunks of a group."""
+        """The shares of all chunks of a block."""
         return tuple(PlaneRef(chunk, WEIGHT) for chunk in self.chunks_of[block])
 
-    def group(self, label: str) -> str:
-        """The block whose chunks are gathered where a tensor is used."""
+    def block(self, label: str) -> str:
+        """The block that a tensor is of; "" where it is of none."""
         return self.block_of(self.slices[label].chunk)
+
+    def group(self, label: str) -> str:
+        """The group whose chunks are gathered where a tensor is used."""
+        return self.group_of(self.slices[label].chunk)
 
     def offset(self, label: str) -> int:
         """The place of a tensor's first element in the chunks of its group, gathered one after the other."""
         place = self.whole.slices[label]
-        return self.chunks_of[self.group(label)].index(place.chunk) * self.whole.chunk_numel + place.offset
+        return self.chunks_in[self.group(label)].index(place.chunk) * self.whole.chunk_numel + place.offset
 
-    def group_numel(self, block: str) -> int:
+    def group_numel(self, group: str) -> int:
         """Elements of a group, gathered."""
-        return len(self.chunks_of[block]) * self.whole.chunk_numel
+        return len(self.chunks_in[group]) * self.whole.chunk_numel
 
     def with_pieces(self, names: Collection[str]) -> Iterator[tuple[int, str]]:
         """The chunks with elements of these tensors in this rank's share, each with the first of these there."""

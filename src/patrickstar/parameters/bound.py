@@ -47,7 +47,7 @@ class BoundParameter:
 
     standin: Tensor
     is_copied: bool = False
-    """True where uses see a copy in the type that computes (Note [Copies] in `memory/leases.py`), not the slot itself."""
+    """True where uses see a copy in the type that computes (Note [Copies] in `memory/leases.py`), not what is kept."""
     tiles: tuple[BoundParameter, ...] = ()
     """The records of the parameter's tiles (Note [Tiles] in `tiles.py`)."""
     first_row: int = 0
@@ -56,15 +56,16 @@ class BoundParameter:
     """True for the record of a detached alias."""
     arrivals: Sequence[tuple[Part, Sequence[Touch]]] = ()
     group: str | None = None
-    """Over ranks: the block whose chunks are gathered for a use, in which `offset` counts."""
+    """Over ranks: the chunks that are gathered for a use, in which `offset` counts."""
 
     key: WeightKey = field(init=False)
     touches: tuple[Touch, ...] = field(init=False)
     view: tuple[Sequence[int], Sequence[int], int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        view = self.shape_only.shape, self.shape_only.stride(), 0 if self.is_copied else self.offset
-        key = self.name if self.is_copied else self.ref if self.group is None else self.group
+        is_alone = self.is_copied and self.group is None
+        view = self.shape_only.shape, self.shape_only.stride(), 0 if is_alone else self.offset
+        key = self.group if self.group is not None else self.name if self.is_copied else self.ref
         object.__setattr__(self, "key", key)
         object.__setattr__(self, "touches", tuple(map(Touch, sorted(self.refs))))
         object.__setattr__(self, "view", view)

@@ -11,7 +11,7 @@ The backward of a block begins with the first gradient of something that the blo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Protocol
 
@@ -24,16 +24,16 @@ from patrickstar.core.trace import Touch
 class Exchange(Protocol):
     """The one who gathers and reduces over ranks, or who writes down what that takes."""
 
-    def gather(self, group: str) -> Tensor:
-        """Begins to gather the weights of a group, in the 1-D tensor given back, chunk after chunk."""
+    def gather(self, block: str) -> Mapping[str, Tensor]:
+        """Begins to gather the weights of a block, in the 1-D tensors given back by group, chunk after chunk."""
 
-    def wait_for(self, group: str) -> None:
-        """Waits for the weights of a group."""
+    def wait_for(self, block: str) -> None:
+        """Waits for the weights of a block."""
 
-    def send(self, group: str) -> None:
-        """Begins to reduce the gradients of a group that have come."""
+    def send(self, block: str) -> None:
+        """Begins to reduce the gradients of a block that have come."""
 
-    def receive(self, group: str) -> None:
+    def receive(self, block: str) -> None:
         """Takes this rank's shares of what was sent."""
 
 
@@ -44,15 +44,15 @@ class CallOrder:
         names: of parameters, in the order in which a model has them.
 
     Attributes:
-        there: the groups that are gathered, by name; "" for what no block owns. blocks: those of the model, in its order.
+        there: the weights that are gathered, by block ("" for what no block owns) and group. blocks: those of the model, in its order.
         next_blocks: the block that comes after another, in forwards and in backwards (True): in the model's order, until calls have shown another.
     """
 
     def __init__(self, layout: ShardLayout, exchange: Exchange, names: Iterable[str]) -> None:
         self._layout = layout
         self._exchange = exchange
-        self.there: dict[str, Tensor] = {}
-        self.blocks = tuple(dict.fromkeys(group for group in map(layout.group, names) if group))
+        self.there: dict[str, Mapping[str, Tensor]] = {}
+        self.blocks = tuple(dict.fromkeys(block for block in map(layout.block, names) if block))
         self.next_blocks = {(False, one): other for one, other in pairwise(self.blocks)}
         self.next_blocks |= {(True, other): one for one, other in pairwise(self.blocks)}
         self._last = (False, "")
@@ -62,16 +62,15 @@ class CallOrder:
         self._calls: dict[str, set[int]] = {}  # those of the last forward whose backward has not begun
 
     def use(self, touches: Iterable[Touch]) -> None:
-        """Has the groups of these weights there."""
-        for group in dict.fromkeys(self._layout.block_of(touch.ref.chunk) for touch in touches):
-            if group not in self.there:
-                if group:
-                    self._keep(group)
-                self.there[group] = self._exchange.gather(group)
-                self._coming.add(group)
-            if group in self._coming:
-                self._coming.remove(group)
-                self._exchange.wait_for(group)
+        """Has the blocks of these weights there."""
+        for block in dict.fromkeys(self._layout.block_of(touch.ref.chunk) for touch in touches):
+            if block not in self.there:
+                if block:
+                    self._keep(block)
+                self._gather(block)
+            if block in self._coming:
+                self._coming.remove(block)
+                self._exchange.wait_for(block)
 
     def begin_forward(self) -> None:
         """Begins a forward of the model."""
@@ -113,8 +112,12 @@ class CallOrder:
         self.there.clear()
         self._coming.clear()
 
-    def _use(self, group: str) -> None:
-        self.use([Touch(ref) for ref in self._layout.units_of(group)])
+    def _use(self, block: str) -> None:
+        self.use([Touch(ref) for ref in self._layout.units_of(block)])
+
+    def _gather(self, block: str) -> None:
+        self.there[block] = self._exchange.gather(block)
+        self._coming.add(block)
 
     def _begin(self, block: str, *, in_backward: bool) -> None:
         direction, last = self._last
@@ -126,12 +129,11 @@ class CallOrder:
         self._keep(block)
         ahead = self.next_blocks.get((in_backward, block))
         if ahead is not None and ahead not in self.there:
-            self.there[ahead] = self._exchange.gather(ahead)
-            self._coming.add(ahead)
+            self._gather(ahead)
 
     def _keep(self, block: str) -> None:
         """Lets go of all blocks but one."""
-        self.there = {group: whole for group, whole in self.there.items() if group in ("", block)}
+        self.there = {kept: weights for kept, weights in self.there.items() if kept in ("", block)}
         self._coming &= self.there.keys()
 
     def _receive(self) -> None:

@@ -1,18 +1,20 @@
 """What ranks exchange for a step: whole weights for whoever uses them, and each rank's share of everybody's gradients.
 
 A group of chunks, those of a block or of what no block owns, is gathered into a copy that lives as long as anything holds it (Note [Copies] in
-`memory/leases.py`). What is exchanged, and when, `call_order.py` says.
+`memory/leases.py`). Weights travel in the type that they are kept in, and each rank widens them where another one computes. What is exchanged,
+and when, `call_order.py` says.
 
 Gradients of all ranks are added in rank order in fp32, ((g0 + g1) + g2) + ..., and multiplied by f(1/p): bits that depend on no topology.
+Those of a backward travel in the type in which one rank would keep them, sums of several in fp32.
 Source: sharding of model states is ZeRO's (Rajbhandari et al., 2020); by chunks it is PatrickStar's (Fang et al., 2021).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +27,8 @@ from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.call_order import CallOrder
 from patrickstar.torch_private import backward_id
+
+_WIDENED_APART: Final = 1024  # elements
 
 
 class Others(Protocol):
@@ -42,6 +46,24 @@ class Others(Protocol):
         """The values of all ranks."""
 
 
+class Travel(NamedTuple):
+    """The type that weights are kept in, in which they go to other ranks, and that in which the gradients of a backward do."""
+
+    kept: torch.dtype = torch.float32
+    sent: torch.dtype = torch.float32
+
+
+IN_FP32: Final = Travel()
+
+
+class Coming(NamedTuple):
+    """Weights on their way. `arrives`: where they do, if that is not `whole`, which they are widened into."""
+
+    whole: Tensor
+    arrives: Tensor | None
+    tickets: Sequence[Ticket]
+
+
 class Sent(NamedTuple):
     """A chunk of gradients on its way, of which this rank's share of the mean is there when `ticket` is done."""
 
@@ -57,24 +79,26 @@ class Exchange(ABC):
         order: is told of calls, and says what is exchanged. binding: of the parameters, given once it is made.
         came: gradients of the backward under way that no reduction has taken, by name.
         postpones: how many contexts say that gradients are not to be reduced. kept: those that wait for that, in fp32, by name.
+        has_waited: whether there has been such a context since gradients were last reduced.
     """
 
     binding: Binding
 
-    def __init__(self, layout: ShardLayout, names: Iterable[str], others: Others) -> None:
+    def __init__(self, layout: ShardLayout, names: Iterable[str], others: Others, travel: Travel) -> None:
         self.layout = layout
+        self._travel = travel
         self.order = CallOrder(layout, self, names)
         self.came = BackwardSums()
-        self.postpones = 0
+        self.postpones, self.has_waited = 0, False
         self.kept: dict[str, Tensor] = {}
         self._others = others
-        self._coming: dict[str, list[Ticket]] = {}
+        self._coming: dict[str, list[Coming]] = {}
         self._sent: list[Sent] = []
         self._sent_names: list[str] = []
         self._flags = bytearray()  # of these
         self._names_in: dict[str, list[str]] = {}
         for name in layout.slices:
-            self._names_in.setdefault(layout.group(name), []).append(name)
+            self._names_in.setdefault(layout.block(name), []).append(name)
 
     # where this rank's shards are
 
@@ -96,36 +120,59 @@ class Exchange(ABC):
 
     # weights
 
-    def gather(self, group: str) -> Tensor:
-        """Begins to gather a group: into what somebody still holds of it, if anybody does."""
-        label = self._names_in[group][0]
+    def gather(self, block: str) -> dict[str, Tensor]:
+        """Begins to gather a block's groups: into what somebody still holds of them, if anybody does."""
         phase = Phase.FORWARD if backward_id() == -1 else Phase.BACKWARD
-        self.moment(phase, label, [Touch(unit) for unit in self.layout.units_of(group)])
+        self.moment(phase, self._names_in[block][0], [Touch(unit) for unit in self.layout.units_of(block)])
+        there, self._coming[block] = {}, []
         with self.ours():
-            whole = self.binding.leases.living_copy(group)
-            if whole is None:
-                whole = self._empty(label, self.layout.group_numel(group))
-            self._coming[group] = self.begin_to_gather(group, whole)
-        return whole
+            for group in dict.fromkeys(map(self.layout.group_of, self.layout.chunks_of[block])):
+                first = self.binding.access.parameters_in(group)[0]
+                held = self.binding.leases.living_copy(group)
+                whole = self._empty(first.name, self.layout.group_numel(group)) if held is None else held
+                coming, there[group] = self.begin_to_gather(group, whole), whole
+                if held is None or coming.arrives is None:
+                    self._coming[block].append(coming)
+                else:
+                    self.finish(coming)  # nobody is to see what is not widened yet
+        return there
 
-    def wait_for(self, group: str) -> None:
-        """Waits for the weights of a group."""
-        for ticket in self._coming.pop(group):
-            ticket.wait()
+    def wait_for(self, block: str) -> None:
+        """Waits for the weights of a block."""
+        with self.ours():
+            for coming in self._coming.pop(block):
+                self.finish(coming)
 
-    def begin_to_gather(self, group: str, whole: Tensor) -> list[Ticket]:
+    def make(self, group: str) -> Tensor:
+        """The weights of a group that has been gathered for a use."""
+        return self.order.there[self.layout.block_of(self.layout.chunks_in[group][0])][group]
+
+    def begin_to_gather(self, group: str, whole: Tensor) -> Coming:
         """Begins to gather a group whose shards are resident."""
-        tickets = []
-        for unit, piece in self.pieces(group, whole):
-            mine = piece.view(self.layout.size, -1)[self.layout.rank]
+        kept = torch.float32 if self.layout.is_whole(self.layout.chunks_in[group][0]) else self._travel.kept
+        arrives, tickets = whole if whole.dtype is kept else whole.view(kept)[whole.numel() :], []
+        for unit, piece in self.pieces(group, arrives):
+            mine = self.mine(piece)
             mine.copy_(self.shard(unit))
             tickets.append(self._others.gather(piece, mine, str(unit)))
-        return tickets
+        return Coming(whole, None if arrives is whole else arrives, tickets)
+
+    @staticmethod
+    def finish(coming: Coming) -> None:
+        """Waits for weights, and widens them."""
+        for ticket in coming.tickets:
+            ticket.wait()
+        if coming.arrives is not None:
+            _widen(coming.whole, coming.arrives)
+
+    def mine(self, chunk: Tensor) -> Tensor:
+        """This rank's share of a whole chunk."""
+        return chunk.view(self.layout.size, -1)[self.layout.rank]
 
     def pieces(self, group: str, whole: Tensor) -> Iterator[tuple[PlaneRef, Tensor]]:
         """The units of a group's weights, each with its chunk of the whole."""
         numel = self.layout.whole.chunk_numel
-        for number, chunk in enumerate(self.layout.chunks_of[group]):
+        for number, chunk in enumerate(self.layout.chunks_in[group]):
             yield PlaneRef(chunk, WEIGHT), whole[number * numel : (number + 1) * numel]
 
     # gradients
@@ -133,7 +180,7 @@ class Exchange(ABC):
     @contextmanager
     def postponing(self) -> Iterator[None]:
         """A context in which gradients stay this rank's own, in fp32, until a backward outside of it, or the step."""
-        self.postpones += 1
+        self.postpones, self.has_waited = self.postpones + 1, True
         try:
             yield
         finally:
@@ -149,19 +196,19 @@ class Exchange(ABC):
         for name in self.kept.keys() & set(names):
             del self.kept[name]
 
-    def send(self, group: str) -> None:
-        """Begins to reduce the gradients of a group that have come, each chunk with zeros where this rank has none."""
+    def send(self, block: str) -> None:
+        """Begins to reduce the gradients of a block that have come, each chunk with zeros where this rank has none."""
         if self.postpones:
             return
-        names = [name for name in self._names_in[group] if self.binding.by_name[name].parameter.requires_grad]
+        names = [name for name in self._names_in[block] if self.binding.by_name[name].parameter.requires_grad]
         with self.ours():
             gradients = self._ready(names)
             self._flags = bytearray(name in gradients for name in names)
-            self._sent = list(self._reduce(self.layout.chunks_of[group], names, gradients, flags=self._flags))
+            self._sent = list(self._reduce(self.layout.chunks_of[block], names, gradients, flags=self._flags))
         self._sent_names = names
 
-    def receive(self, group: str) -> None:  # noqa: ARG002
-        """Takes this rank's shares of the gradients of a group."""
+    def receive(self, block: str) -> None:  # noqa: ARG002
+        """Takes this rank's shares of the gradients of a block."""
         sent, self._sent = self._sent, []
         if sent:
             sent[0].ticket.wait()
@@ -180,6 +227,7 @@ class Exchange(ABC):
             of_all = self._others.agree(bytes(name in gradients for name in known), "gradients")
             names = [name for name, *there in zip(known, *of_all, strict=True) if any(there)]
             self.take(names, _shares(self._reduce(range(self.layout.n_chunks), names, gradients)))
+            self.has_waited = False
 
     def _ready(self, names: Collection[str]) -> dict[str, Tensor]:
         """The gradients of these parameters that have come, added to those that have waited."""
@@ -210,7 +258,8 @@ class Exchange(ABC):
             pieces = [piece for piece in self.layout.whole.tensors_in(chunk) if piece.name in wanted]
             if not pieces:
                 continue
-            mine = self._empty(pieces[0].name, numel).zero_()
+            is_wide = self.has_waited or self.layout.is_whole(chunk)
+            mine = self._empty(pieces[0].name, numel, torch.float32 if is_wide else self._travel.sent).zero_()
             for name, start, stop, at in pieces:
                 if name in gradients:
                     flat = self.binding.by_name[name].flat(gradients[name])
@@ -218,15 +267,15 @@ class Exchange(ABC):
                     if at + stop - start == flat.numel():
                         del gradients[name]
                     del flat
-            if received is None:  # one after the other
+            if received is None or received.dtype is not mine.dtype:  # one after the other
                 received = torch.empty_like(mine)
             share = torch.empty(self.layout.chunk_numel, dtype=torch.float32, device=mine.device)
             yield Sent(chunk, share, self._others.reduce(share, mine, received, f"c{chunk}", flags=flags))
             flags = None
 
-    def _empty(self, label: str, numel: int) -> Tensor:
+    def _empty(self, label: str, numel: int, dtype: torch.dtype | None = None) -> Tensor:
         record = self.binding.by_name[label]
-        return torch.empty(numel, dtype=record.shape_only.dtype, device=record.standin.device)
+        return torch.empty(numel, dtype=dtype or record.shape_only.dtype, device=record.standin.device)
 
 
 def _shares(under_way: Iterable[Sent]) -> Iterator[tuple[int, Tensor]]:
@@ -240,3 +289,14 @@ def _shares(under_way: Iterable[Sent]) -> Iterator[tuple[int, Tensor]]:
     if last is not None:
         last.ticket.wait()
         yield last.chunk, last.share
+
+
+def _widen(whole: Tensor, narrow: Tensor) -> None:
+    """Writes 1-D elements of 2 bytes, which are the second half of the bytes of `whole`, as its elements of 4."""
+    start, numel = 0, whole.numel()
+    while start < numel:
+        # The first half of what is left lies before what it is made of.
+        stop = start + (numel - start) // 2 if numel - start > _WIDENED_APART else numel
+        piece = narrow[start:stop]
+        whole[start:stop].copy_(piece if stop < numel else piece.clone())
+        start = stop

@@ -103,7 +103,7 @@ class Touches:
 
     def keeps_rest(self, label: str) -> bool:
         """Tells whether a parameter's master is split: the weight does not show all of such a master."""
-        return self.formats.now.is_split(self.layout.parts(label)[0].chunk, self.layout)
+        return self.formats.now.is_split(self.layout.slices[self.layout.owner(label)].chunk, self.layout)
 
 
 # pieces of parameters, and chunks

@@ -49,7 +49,7 @@ def expect_alike(
                 for group in groups
             ]
         ),
-        "the options": f"{_without_disk(setup.memory)} {setup.layout.whole}",
+        "the options": f"{_without_disk(setup.memory)} {setup.precision.compute} {setup.layout.whole}",
         "the values of parameters": _digest(named),
     }
     mine = json.dumps({name: hashlib.sha256(fact.encode()).hexdigest() for name, fact in facts.items()})

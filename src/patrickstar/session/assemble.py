@@ -37,7 +37,6 @@ from patrickstar.session.scaler import LossScaler
 from patrickstar.session.session import Session
 from patrickstar.session.start import Setup, set_up
 from patrickstar.step.budgets import find_resources
-from patrickstar.step.precision import model_precision
 from patrickstar.step.resources import uncounted_settings
 from patrickstar.step.training_deferred import DeferredTraining
 
@@ -64,7 +63,7 @@ def assemble(
         check_optimizer(optimizer, names_by_id(named))
     source = Loading(model, named, memory.weights) if memory.weights is not None else None
     has = find_resources(memory)
-    ranks = find_ranks(model, memory, device=has.device)
+    ranks = find_ranks(memory, device=has.device)
     if memory.disk is not None:
         expect_usable(memory.disk)
     setup = set_up(
@@ -99,7 +98,7 @@ def assemble(
         raise
 
 
-def find_ranks(model: nn.Module, memory: MemoryOptions, *, device: str) -> Ranks | None:
+def find_ranks(memory: MemoryOptions, *, device: str) -> Ranks | None:
     """The ranks of the default process group; None where there is one process. `device`: what computes.
 
     Raises:
@@ -107,10 +106,8 @@ def find_ranks(model: nn.Module, memory: MemoryOptions, *, device: str) -> Ranks
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    kept = memory.precision or model_precision(model)
     refused = {
         'step="in_backward"': memory.step == "in_backward",
-        f'precision="{kept}"': kept != "fp32",
         f'device="{device}"': device != "cpu",
         "weights": memory.weights is not None,
     }

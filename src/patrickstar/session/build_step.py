@@ -92,7 +92,9 @@ def build_step(
     gathering = None
     if collectives is not None:
         assert isinstance(layout, ShardLayout)
-        gathering = Gathering(layout, named, executor, collectives)
+        gathering = Gathering(
+            layout, named, executor=executor, collectives=collectives, masters=masters, travel=precision.travel
+        )
         events.order = gathering.order
     binding = Binding(
         named,

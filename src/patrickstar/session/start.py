@@ -129,6 +129,7 @@ class Setup:
             device=self.budgets.trial_device,
             on_device=self.budgets.stream_device is not None,
             compute=self.precision.compute,
+            travel=self.precision.travel,
         )
 
     def planner(self, choice: UpdateChoice, made: Callable[[Plan, Trace], object] = lambda *_: None) -> Planner:
@@ -171,7 +172,7 @@ def set_up(
     Raises:
         BudgetError, DeviceError, LayoutError: what is asked for cannot be had.
     """
-    precision = find_precision(memory, model, has)
+    precision = find_precision(memory, model, has, over_ranks=ranks is not None)
     layout = layout_of(model, named, memory, precision, granule_bytes=has.granule_bytes, trained=trained, ranks=ranks)
     gradients = GradientUse.UPDATE if memory.step == "in_backward" else GradientUse.CHUNK
     present, absent = present_and_absent_bytes(named.values())
@@ -224,7 +225,7 @@ def layout_of(
         specs, granule_numel=granule_numel, ranks=1 if ranks is None else ranks.size
     )
     if precision.mixed:  # slots are whole pages in 16 bits too
-        chunk_numel = whole_grains(chunk_numel, grain=GRAIN)
+        chunk_numel = whole_grains(chunk_numel, grain=GRAIN * (1 if ranks is None else ranks.size))
     if 0 < granule_numel < chunk_numel:  # smaller chunks were asked for: several share a granule
         chunk_numel = whole_grains(chunk_numel, grain=granule_numel)
     layout = build_layout(specs, chunk_numel=chunk_numel)

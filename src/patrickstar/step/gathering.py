@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -9,26 +10,40 @@ import torch
 from torch import Tensor
 
 from patrickstar.comm.collectives import Collectives
-from patrickstar.core.planes import PlaneRef
+from patrickstar.core.layout import Part
+from patrickstar.core.planes import REST, PlaneRef
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.trace import Phase, Touch
-from patrickstar.parameters.exchange import Exchange
+from patrickstar.parameters.exchange import Exchange, Travel
+from patrickstar.plan.touches import master_touches
 from patrickstar.step.executor import Executor
+from patrickstar.step.weight_masters import Masters
 
 
 class Gathering(Exchange):
     """Exchanges what lies in chunks. Made before the binding, which is given afterwards.
 
     Attributes:
-        collectives: of all ranks, which do the same ones in the same order. add_shares: takes this rank's shares of gradients.
+        collectives: of all ranks, which do the same ones in the same order. masters: of weights.
+        add_shares: takes this rank's shares of gradients.
     """
 
     add_shares: Callable[[Collection[str], Iterable[tuple[int, Tensor]]], None]
 
-    def __init__(self, layout: ShardLayout, names: Iterable[str], executor: Executor, collectives: Collectives) -> None:
-        super().__init__(layout, names, collectives)
+    def __init__(
+        self,
+        layout: ShardLayout,
+        names: Iterable[str],
+        *,
+        executor: Executor,
+        collectives: Collectives,
+        masters: Masters,
+        travel: Travel,
+    ) -> None:
+        super().__init__(layout, names, collectives, travel)
         self.executor = executor
         self.collectives = collectives
+        self.masters = masters
 
     def moment(self, phase: Phase, label: str, touches: list[Touch]) -> None:
         """Has units resident. Raises what `Executor.moment` raises."""
@@ -48,25 +63,31 @@ class Gathering(Exchange):
         with self.executor.lock, self.executor.quiet(), self.executor.room.making(nbytes):
             yield
 
-    def make(self, group: str) -> Tensor:
-        """The weights of a group that has been gathered for a use."""
-        return self.order.there[group]
-
     def renew(self, group: str, copy: Tensor) -> None:
         """Writes the weights of a group into a copy of them."""
         with self.executor.lock, self.executor.apart():
-            self._bring(group, writes=False)
-            for ticket in self.begin_to_gather(group, copy):
-                ticket.wait()
+            self._bring(group, writes=False, phase=Phase.STEP)
+            self.finish(self.begin_to_gather(group, copy))
             self.binding.leases.copy_written(group, copy)
 
     def changed(self, group: str) -> None:
-        """A copy has been written in place, on all ranks alike: each keeps its share."""
-        copy = self.binding.access.lease(group)
+        """A copy has been written in place, on all ranks alike: each keeps its share. Where it is of another type, it shows what is kept."""
+        copy, first = self.binding.access.lease(group), self.binding.access.parameters_in(group)[0]
         with self.executor.lock, self.executor.apart():
-            self._bring(group, writes=True)
+            phase = self.executor.change_phase()
+            if not first.is_copied:
+                self._bring(group, writes=True, phase=phase)
+                for unit, piece in self.pieces(group, copy):
+                    self.shard(unit).copy_(self.mine(piece))
+                return
             for unit, piece in self.pieces(group, copy):
-                self.shard(unit).copy_(piece.view(self.layout.size, -1)[self.layout.rank])
+                part = Part(unit.chunk, 0, self.layout.chunk_numel, 0)
+                is_split = PlaneRef(unit.chunk, REST) in self.executor.store.state.home
+                touches = master_touches(part, self.layout, is_split=is_split, writes=True)
+                self.executor.moment(phase, first.name, touches)
+                self.masters.take_changes(self.mine(piece), part, is_split=is_split)
+            self._bring(group, writes=False, phase=phase)
+            self.finish(self.begin_to_gather(group, copy))
 
     def assemble(self, name: str, mine: Iterable[Tensor], flat: Tensor) -> None:
         """Writes what ranks have of a parameter, in a plane, into a 1-D fp32 tensor in slot order. `mine`: this rank's pieces, in order."""
@@ -81,7 +102,11 @@ class Gathering(Exchange):
             self.collectives.gather(whole, share, f"c{chunk} of {name}").wait()
             flat[begin : begin + stop - start].copy_(whole[start:stop])
 
-    def _bring(self, group: str, *, writes: bool) -> None:
+    def of_any(self, names: Collection[str]) -> list[str]:
+        """The parameters that any rank names, those of the first rank first: alike on all."""
+        of_all = self.collectives.agree(json.dumps(list(names)).encode(), "overflowed gradients")
+        return list(dict.fromkeys(name for named in of_all for name in json.loads(named)))
+
+    def _bring(self, group: str, *, writes: bool, phase: Phase) -> None:
         label = self.binding.access.parameters_in(group)[0].name
-        phase = self.executor.change_phase() if writes else Phase.STEP
-        self.executor.moment(phase, label, [Touch(unit, writes) for unit in self.layout.units_of(group)])
+        self.executor.moment(phase, label, [Touch(unit, writes) for unit in self.layout.weight_units(label)])

@@ -74,12 +74,7 @@ class Gradients:
                 (unit,) = self.executor.use(Phase.BACKWARD, bound.name, touches, goes_on=in_block)
                 target = unit[part.start : part.stop]
                 piece = flat[part.tensor_start : part.tensor_start + target.numel()]
-                passes = self.passes[target.device.type]
-                if self.finds_overflow:
-                    with self.executor.apart(), self.overflow.look(name, target.device) as is_finite:
-                        passes.put(target, piece, adds=is_there, is_finite=is_finite)
-                else:
-                    passes.put(target, piece, adds=is_there)
+                self._put(name, target, piece, adds=is_there)
         if bound.name == name:
             self.names.add(name)
         elif name not in self.names:
@@ -103,10 +98,17 @@ class Gradients:
                     touches = (Touch(PlaneRef(chunk, GRAD), True),)
                     (unit,) = self.executor.use(Phase.BACKWARD, pieces[0].name, touches)
                     for name, start, stop, _ in pieces:
-                        target = unit[start:stop]
-                        self.passes[target.device.type].put(target, share[start:stop], adds=name in before)
+                        self._put(name, unit[start:stop], share[start:stop], adds=name in before)
         self.names |= wanted
         self.whole |= wanted
+
+    def _put(self, name: str, target: Tensor, piece: Tensor, *, adds: bool) -> None:
+        passes = self.passes[target.device.type]
+        if self.finds_overflow:
+            with self.executor.apart(), self.overflow.look(name, target.device) as is_finite:
+                passes.put(target, piece, adds=adds, is_finite=is_finite)
+        else:
+            passes.put(target, piece, adds=adds)
 
     def _make_ready(self, name: str, bound: BoundParameter) -> None:
         """Makes room for a gradient of a parameter, and makes what is there already fit to be added to."""

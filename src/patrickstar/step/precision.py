@@ -14,6 +14,7 @@ from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.formats import FP32, Formats, PlaneFormat, bf16_formats, fp16_formats
 from patrickstar.core.layout import Layout
 from patrickstar.errors import ConfigError
+from patrickstar.parameters.exchange import IN_FP32, Travel
 from patrickstar.step.resources import Resources
 
 _TYPES: Final = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
@@ -29,6 +30,7 @@ class Precision:
         whole: the paths of modules that stay fp32 whole, and all modules inside of them.
         copies: whether uses of other parameters see copies, converted from what is kept. rounding: the type a master is rounded to for that,
             where its plane is fp32. mixed: whether there are 16-bit types. scales: whether gradients may overflow, so that the loss is scaled.
+        travel: the types in which weights and gradients go to other ranks.
     """
 
     formats: Formats
@@ -38,6 +40,7 @@ class Precision:
     copies: bool = False
     rounding: torch.dtype | None = None
     scales: bool = False
+    travel: Travel = IN_FP32
 
     def parameter_dtypes(self, layout: Layout) -> Mapping[str, torch.dtype]:
         """The types of parameters while they are managed, by name."""
@@ -53,10 +56,11 @@ class Precision:
         return frozenset(name for name, place in layout.slices.items() if not layout.is_whole(place.chunk))
 
 
-def find_precision(memory: MemoryOptions, model: nn.Module, has: Resources) -> Precision:
+def find_precision(memory: MemoryOptions, model: nn.Module, has: Resources, *, over_ranks: bool = False) -> Precision:
     """The types for what `manage` was given; those of the model's parameters where that says nothing.
 
     Weights of 16 bits are widened to fp32 at each use where what computes is not fast in their type, or where that is asked for.
+    `over_ranks`: whether gradients are sums over ranks, which are kept in fp32.
     """
     kept, options = memory.precision or model_precision(model), memory.options
     if kept == "fp32":
@@ -64,19 +68,22 @@ def find_precision(memory: MemoryOptions, model: nn.Module, has: Resources) -> P
     compute = options.compute or (kept if kept in has.fast_types else "fp32")
     whole = _whole_modules(model, options.keep_fp32)
     accumulates = (options.accumulate or 1) > 1
+    travel = Travel(_TYPES[kept], _TYPES["fp32" if accumulates and compute == "fp32" else kept])
     if kept == "bf16":
-        formats = bf16_formats(gradient="float32" if accumulates else "bfloat16")
-        return Precision(formats, _TYPES[compute], whole, mixed=True, copies=compute == "fp32")
+        formats = bf16_formats(gradient="float32" if accumulates or over_ranks else "bfloat16")
+        copies = compute == "fp32"
+        return Precision(formats, _TYPES[compute], whole, mixed=True, copies=copies, travel=travel)
     # Where weights cross a link, 2 bytes do that and 2 lie on the device; where nothing does, the master alone saves these 2.
     is_split = has.device != "cpu"
     return Precision(
-        fp16_formats(is_split=is_split, gradient="float32" if accumulates else "float16"),
+        fp16_formats(is_split=is_split, gradient="float32" if accumulates or over_ranks else "float16"),
         _TYPES[compute],
         whole,
         mixed=True,
         copies=not is_split or compute == "fp32",
         rounding=None if is_split else torch.float16,
         scales=True,
+        travel=travel,
     )
 
 

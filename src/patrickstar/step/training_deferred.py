@@ -62,8 +62,15 @@ class DeferredTraining(Training):
         self._narrow.came.clear()
 
     def _expect_gradients(self) -> None:
-        """Makes ready for a use of all gradients. StateError where they are not those of whole backwards."""
+        """Makes ready for a use of all gradients. StateError where they are not those of whole backwards, of all ranks."""
         self.executor.settle()
+        if self.gathering is not None:
+            if self.gathering.postpones:
+                raise StateError(
+                    "inside of session.no_sync() gradients are this rank's own: call optimizer.step(), clip and read them outside of it"
+                )
+            if self.gathering.kept:
+                self.gathering.end_backward()
         if self.binding.gradients.stay:
             if backward_id() == -1:
                 self._forget_backward()
@@ -147,7 +154,10 @@ class DeferredTraining(Training):
         self._expect_gradients()
         self._narrow.put_in_chunks()
         own = [OverflowFlag.of(name, torch.isfinite(own).all()) for name, own in self.binding.gradients.owned()]
-        return [*self.in_chunks.overflow.flags(), *own]
+        flags = [*self.in_chunks.overflow.flags(), *own]
+        if self.gathering is None:
+            return flags
+        return [OverflowFlag(name, None, is_finite=False) for name in self.gathering.of_any(names_of(flags))]
 
     def first_of(self, overflowed: Sequence[OverflowFlag], *, before_step: bool) -> str | None:
         """The parameter whose gradient was the first to arrive with an Inf or NaN, by name; None where all are finite.
@@ -171,15 +181,9 @@ class DeferredTraining(Training):
     def step(self) -> None:
         """Notes the update of every parameter that has a gradient and is in a group."""
         self.expect_whole()
-        if self.gathering is not None:
-            if self.gathering.postpones:
-                raise StateError(
-                    "optimizer.step() inside of session.no_sync(): gradients are this rank's own; call it outside"
-                )
-            if self.gathering.kept:
-                self.gathering.end_backward()
-            self.gathering.order.forget()
         self._expect_gradients()
+        if self.gathering is not None:
+            self.gathering.order.forget()
         if self.max_grad_norm is not None:
             self.clip(self.max_grad_norm)
         hypers = self.hypers()

@@ -72,11 +72,13 @@ class Masters:
                 except Error:
                     self.binding.leases.forget(name)  # the next use is given a copy of what is kept
                     raise
-                kept, is_split = self._weight(part), any(touch.ref.plane == REST for touch in touches)
-                self._take_changes(_piece(copy, part), kept, self._rest(part) if is_split else None)
-                self._convert(kept, _piece(copy, part))
+                is_split = any(touch.ref.plane == REST for touch in touches)
+                self.take_changes(_piece(copy, part), part, is_split=is_split)
+                self._convert(self._weight(part), _piece(copy, part))
 
-    def _take_changes(self, copy: Tensor, kept: Tensor, rest: Tensor | None) -> None:
+    def take_changes(self, copy: Tensor, part: Part, *, is_split: bool) -> None:
+        """Has what was written into a copy of a part, whose units are resident, be the masters of the elements that have changed."""
+        kept, rest = self._weight(part), self._rest(part) if is_split else None
         bits = torch.int16 if copy.dtype.itemsize == 2 else torch.int32
         for block in blocks(copy.numel()):
             before = torch.empty_like(copy[block])

@@ -26,6 +26,7 @@ from patrickstar.core.trace import Trace
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.blocks import Blocks, NotInBlocksError
 from patrickstar.parameters.changes import UnseenChangeError
+from patrickstar.parameters.exchange import IN_FP32, Travel
 from patrickstar.parameters.saved import WeightChangedError
 from patrickstar.parameters.transforms import tensors_in
 from patrickstar.plan.fit import minimum_bytes
@@ -77,7 +78,7 @@ class OfflineTracer:
         scales: whether the loss is multiplied with a scale.
         device: of the tensors that the forward sees: the one that computes, or the CPU in the place of one that is not here.
         on_device: whether the step is to run on a device whose memory torch gives out. compute: the type that inputs are cast to.
-        next_blocks: over ranks, which block comes after which, as far as calls have shown (`CallOrder`).
+        next_blocks: over ranks, which block comes after which, as far as calls have shown (`CallOrder`). travel: the types of what is exchanged.
     """
 
     layout: Layout
@@ -90,6 +91,7 @@ class OfflineTracer:
     on_device: bool = False
     compute: torch.dtype = torch.float32
     next_blocks: Mapping[tuple[bool, str], str] = field(default_factory=dict)
+    travel: Travel = IN_FP32
 
     def foresee(
         self,
@@ -178,7 +180,7 @@ class OfflineTracer:
                     rewriting=owner,
                 )
                 owner.binding.let_go()
-                order = owner.order_over_ranks(self.next_blocks)
+                order = owner.order_over_ranks(self.next_blocks, self.travel)
                 bound = Blocks(twin, owner.binding, order)
                 bound.bind(blocks)
                 owner.in_blocks = bool(bound.bound)

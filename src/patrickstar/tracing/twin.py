@@ -18,7 +18,7 @@ from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.blocks import NotInBlocksError
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.call_order import CallOrder
-from patrickstar.parameters.exchange import Exchange
+from patrickstar.parameters.exchange import Exchange, Travel
 from patrickstar.parameters.owner import Owner
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.touches import Touches
@@ -58,11 +58,11 @@ class Twin(Owner):
         self.changes_copies = False
         self.over_ranks: TwinOfRanks | None = None
 
-    def order_over_ranks(self, next_blocks: Mapping[tuple[bool, str], str]) -> CallOrder | None:
+    def order_over_ranks(self, next_blocks: Mapping[tuple[bool, str], str], travel: Travel) -> CallOrder | None:
         """What is to be told of calls, where there are several ranks. `next_blocks`: as far as calls have shown."""
         assert self.binding is not None
         if isinstance(self.touches.layout, ShardLayout):
-            self.over_ranks = TwinOfRanks(self, self.binding, self.touches.layout)
+            self.over_ranks = TwinOfRanks(self, self.binding, self.touches.layout, travel)
             self.over_ranks.order.next_blocks |= next_blocks
         return None if self.over_ranks is None else self.over_ranks.order
 
@@ -93,7 +93,7 @@ class Twin(Owner):
         assert self.binding is not None
         assert isinstance(key, str)
         if self.over_ranks is not None:
-            return self.over_ranks.order.there[key]
+            return self.over_ranks.make(key)
         bound = self.binding.records[key]
         return torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype, device=self._device)
 
@@ -172,8 +172,8 @@ class Twin(Owner):
 class TwinOfRanks(Exchange):
     """An exchange with ranks that are not there: what it takes is written down."""
 
-    def __init__(self, twin: Twin, binding: Binding, layout: ShardLayout) -> None:
-        super().__init__(layout, binding.by_name, Nobody())
+    def __init__(self, twin: Twin, binding: Binding, layout: ShardLayout, travel: Travel) -> None:
+        super().__init__(layout, binding.by_name, Nobody(), travel)
         self.binding = binding
         self._twin = twin
 

@@ -1,0 +1,138 @@
+"""What ranks send, to the byte, and how much of a model is whole at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import patrickstar
+from patrickstar.comm import collectives
+from patrickstar.core.shard_layout import ShardLayout
+from tests.ranks import Team, all_well, team
+
+DEFAULTS: dict[str, Any] = {"host_memory": "1GiB"}
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
+def ranks(request: pytest.FixtureRequest) -> Iterator[Team]:
+    with team(request.param) as made:
+        yield made
+
+
+def decoder(checkpointed: bool) -> nn.Module:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=5, n_embd=48, n_head=2, n_positions=16, vocab_size=96, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    model = GPT2LMHeadModel(config).train()
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def bytes_of(rank: int, what: str) -> tuple[list[int], dict[str, int], int, int]:
+    """What is given to process groups in each of some steps, the bytes of groups, the largest step besides, and what the session counts."""
+    model = decoder(what == "checkpointed")
+    words = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(rank))
+    given = {"data": 0, "besides": 0}
+    parts = 2 if what in ("twice", "no_sync") else 1
+    options = patrickstar.Options(accumulate=parts)
+    with (
+        patrickstar.manage(model, torch.optim.AdamW(model.parameters()), **DEFAULTS, options=options) as session,
+        counting(given),
+    ):
+        steps, besides = list[int](), 0
+        for _ in range(3):
+            before = dict(given)
+            with torch.set_grad_enabled(what != "evaluation"):
+                for part in range(parts):
+                    loss = model(input_ids=words, labels=words).loss
+                    if what != "evaluation":
+                        with session.no_sync() if what == "no_sync" and part == 0 else nullcontext():
+                            loss.backward()
+            if what != "evaluation":
+                session.optimizer.step()
+                session.optimizer.zero_grad()
+            steps.append(given["data"] - before["data"])
+            besides = max(besides, given["besides"] - before["besides"])
+        layout = session._parts.layout
+        assert isinstance(layout, ShardLayout)
+        return steps, {g: 4 * layout.group_numel(g) for g in layout.chunks_of}, besides, session.stats().moved["ranks"]
+
+
+@contextmanager
+def counting(given: dict[str, int]) -> Iterator[None]:
+    """Adds what this rank gives to process groups for others: data, and all else."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    calls = [collectives.all_gather, collectives.all_to_all, collectives.broadcast]
+
+    def gather(group: Any, out: Tensor, mine: Tensor) -> Any:
+        given["besides"] += mine.nbytes * (size - 1)
+        return calls[0](group, out, mine)
+
+    def exchange(group: Any, out: Tensor, pieces: Tensor) -> Any:
+        given["data"] += pieces.nbytes // size * (size - 1)
+        return calls[1](group, out, pieces)
+
+    def send(group: Any, piece: Tensor, root: int) -> Any:
+        given["data"] += piece.nbytes * (size - 1) * (root == rank)
+        return calls[2](group, piece, root)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, call in (("all_gather", gather), ("all_to_all", exchange), ("broadcast", send)):
+            patch.setattr(collectives, name, call)
+        yield
+
+
+@pytest.mark.parametrize("what", ["plain", "checkpointed", "twice", "no_sync", "evaluation"])
+def test_a_rank_sends_each_weight_once_in_a_forward_and_once_in_a_backward_and_each_gradient_once(
+    ranks: Team, what: str
+) -> None:
+    for steps, nbytes, besides, counted in all_well(ranks.run(bytes_of, what)):
+        blocks = {group: size for group, size in nbytes.items() if group}
+        assert len(blocks) == 5
+        weights, root, last = (
+            sum(blocks.values()),
+            nbytes[""],
+            blocks["transformer.h.4"],
+        )  # which stays for its backward
+        once, gradients = 2 * weights - last + root, weights + root
+        wanted = {
+            "plain": [once + gradients] * 3,
+            "checkpointed": [once + gradients] * 3,
+            "twice": [2 * (once + gradients)] * 3,
+            "no_sync": [2 * once + gradients] * 3,
+            "evaluation": [weights + root, weights, weights],
+        }[what]
+        assert steps == [n * (ranks.size - 1) // ranks.size for n in wanted]
+        assert counted == sum(steps)
+        assert besides < 64 << 10
+
+
+def peak_of(rank: int, blocks: int) -> tuple[int, int, int]:
+    """Peak of the host, what rests there, and the bytes of a block's weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64)) for _ in range(blocks)])
+    with patrickstar.manage(model, torch.optim.AdamW(model.parameters()), **DEFAULTS) as session:
+        for _ in range(3):
+            model(torch.randn(2, 64)).square().mean().backward()
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+        layout = session._parts.layout
+        assert isinstance(layout, ShardLayout)
+        assert session.stats().planned_steps == 3
+        return session.stats().peak["host"], 16 * layout.chunk_numel * layout.n_chunks, 4 * layout.group_numel("0")
+
+
+def test_two_blocks_are_whole_at_once_however_many_there_are(ranks: Team) -> None:
+    for peak, resting, block in all_well(ranks.run(peak_of, 8)):
+        activations = 8 * 2 * (512 + 64 + 64) * 4
+        received, shares = block, block // ranks.size
+        assert peak <= resting + 4 * block + received + 2 * shares + 2 * activations
