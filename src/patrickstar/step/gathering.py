@@ -9,17 +9,21 @@ Source: sharding of model states is ZeRO's (Rajbhandari et al., 2020); by chunks
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from patrickstar.comm.collectives import Collectives
+from patrickstar.core.norm_tree import shares_by_rank
 from patrickstar.core.planes import WEIGHT, PlaneRef
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.trace import Phase, Touch
+from patrickstar.optim.shared_norm import SharedNorm
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.gathered import Gathered
 from patrickstar.step.executor import Executor
@@ -43,6 +47,7 @@ class Gathering:
 
     def __post_init__(self) -> None:
         self.gathered = Gathered(self.layout, self._whole)
+        self.shares_of = cache(partial(shares_by_rank, self.layout))
 
     # weights
 
@@ -88,6 +93,22 @@ class Gathering:
             whole = torch.empty(self.layout.whole.chunk_numel)
             self.collectives.gather(whole, share, f"c{chunk} of {name}").wait()
             flat[begin : begin + stop - start].copy_(whole[start:stop])
+
+    # the norm
+
+    def norm(self, names: Collection[str]) -> SharedNorm:
+        """A norm of these gradients, in layout order, to which each rank adds its own parts."""
+        shares = [self.shares_of(name) for name in names]
+        # All ranks have the same sums of the same gradients, or an error.
+        what = f"{len(names)} sums of squares, {hashlib.sha256(' '.join(names).encode()).hexdigest()[:16]}"
+
+        def gather(mine: Tensor) -> Tensor:
+            with self.executor.room.making(self.layout.size * mine.nbytes):
+                of_all = mine.new_empty(self.layout.size, mine.numel())
+            self.collectives.gather(of_all.view(-1), mine, what).wait()
+            return of_all
+
+        return SharedNorm(self.layout.rank, shares, gather, self.binding.device)
 
     def _bring(self, group: str, *, writes: bool, phase: Phase) -> None:
         label = self.binding.access.parameters_in(group)[0].name
