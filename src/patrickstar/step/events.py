@@ -24,6 +24,7 @@ from patrickstar.parameters.gathered import Gathered
 from patrickstar.parameters.owner import Owner
 from patrickstar.parameters.registered import Registered
 from patrickstar.parameters.transforms import expect_ordinary_call, is_ordinary_call
+from patrickstar.parameters.wrappers import expect_no_wrapper
 from patrickstar.plan.touches import Touches
 from patrickstar.step.assembling import Assembling
 from patrickstar.step.executor import Executor
@@ -85,6 +86,8 @@ class Events(Owner):
         if self.handed_out.watched:
             self.handed_out.check()
         if backward_id() == -1:
+            if self.gathered is not None and not self._depth:
+                expect_no_wrapper(f"{label} was used")
             self.executor.moment(Phase.FORWARD, label, touches)
         else:
             self._in_backward = True
@@ -194,6 +197,8 @@ class Events(Owner):
                 expect_ordinary_call(module, args, kwargs, self.outside)
             except StateError as refused:
                 raise StateError(f"{refused}{self.advice()}") from None
+        if self.gathered is not None:
+            expect_no_wrapper(f"{type(module).__name__} was called")
         # After an interruption torch calls no hook.
         if self._depth and not any(frame is self._caller for frame in frames()):
             _expect_alone(self)
