@@ -86,7 +86,10 @@ def test_a_torch_device_is_taken_by_its_name():
         ({"weights": 7}, "weights=7: expected the path of a safetensors file, or of a directory"),
         ({"activations": "recompute"}, "expected 'model' ('recompute' or 'plan' arrives in a later version)"),
         ({"activations": "modle"}, 'did you mean "model"?'),
-        ({"mesh": mock.ANY}, "arrives in a later version"),  # equal to everything, as arrays are to nothing
+        (
+            {"mesh": mock.ANY},
+            'expected a torch.distributed.DeviceMesh with the dimension "dp", or None',
+        ),  # equal to everything, as arrays are to nothing
         ({"options": {"chunk_size": 1024}}, "options={'chunk_size': 1024}: expected patrickstar.Options(...)"),
         ({"devcie": "cpu"}, "no argument 'devcie'; did you mean \"device\"?"),
     ],

@@ -137,7 +137,7 @@ def is_taken(**arguments):
 
 # Words for a thing, and whether it is there.
 THINGS = {
-    r"\branks?\b": lambda: is_taken(mesh=object()),
+    r"\branks?\b": lambda: any("--world" in option.opts for option in cli.get_command(None, "plan").params),
     "recompute": lambda: is_taken(activations="recompute"),
     "offload": lambda: is_taken(activations="plan"),
     "timeline": lambda: hasattr(patrickstar.Session, "timeline") or "timeline" in cli.list_commands(None),

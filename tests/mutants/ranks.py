@@ -11,6 +11,9 @@ OF_THREE = (f"{HERE}::test_a_reduce_has_the_bits_of_the_formula[3-dtype2-True]",
 DIFFERENT = f"{FAILURES}::test_ranks_that_do_different_things_raise_on_all_and_exchange_nothing"
 SESSION = "tests/session/test_ranks.py"
 BITS = f"{SESSION}::test_ranks_train_with_the_bits_of_one_process_that_has_all_gradients"
+TREE = "tests/core/test_norm_tree.py"
+SHARED = "tests/optim/test_shared_norm.py"
+WRAPPED = "tests/session/test_wrapped.py::test_a_wrapper_around_a_managed_model_is_refused_before_anything_is_changed"
 KILLED = f"{FAILURES}::test_a_rank_that_is_killed_is_named_by_all_others"
 
 RANKS: tuple[Mutant, ...] = (
@@ -64,8 +67,24 @@ RANKS: tuple[Mutant, ...] = (
     Fault("gradients that wait are not added to", "step.gathering:Gathering._with_kept").by(
         drop("add_"), f"{BITS}[2 ranks-mlp-3-None-False-arguments2]"
     ),
-    Fault("a norm is of a rank's own share", "step.training_deferred:DeferredTraining._take_norm").by(
+    Fault("a norm is of a rank's own share", "step.training_deferred:DeferredTraining._begin_norm").by(
         replace("self.gathering is not None", "False"), f"{BITS}[2 ranks-mlp-2-0.001-True-arguments1]"
+    ),
+    Fault("sums are those of smaller subtrees than there are", "core.norm_tree:subtrees").by(
+        replace("row % (2 << level) == 0", "level < 3"),
+        f"{TREE}::test_subtrees_are_aligned_disjoint_and_as_large_as_they_can_be",
+    ),
+    Fault("a row that a cut goes through is summed with its neighbours", "core.norm_tree:subtrees").by(
+        replace("first_whole <= row < end_whole", "True"),
+        f"{TREE}::test_subtrees_are_aligned_disjoint_and_as_large_as_they_can_be",
+    ),
+    Fault("sums of subtrees are put one after the other", "optim.shared_norm:SharedNorm._whole").by(
+        replace("[row for row, _ in share.subtrees]", "list(range(len(share.subtrees)))"),
+        f"{SHARED}::test_every_rank_has_the_sums_of_one",
+    ),
+    Fault("the rows of a rank take the place of another's", "optim.shared_norm:SharedNorm._whole").by(
+        replace("area.view(-1, ROW_NUMEL).index_add_", "area.view(-1, ROW_NUMEL).index_copy_"),
+        f"{SHARED}::test_cuts_may_go_through_a_row[2-16]",
     ),
     Fault("each rank has the budget of its machine", "step.budgets:find_budgets").by(
         replace("local_ranks", "1", nth=1), f"{BITS}[2 ranks-mlp-1-None-True-arguments5]"
@@ -73,6 +92,18 @@ RANKS: tuple[Mutant, ...] = (
     Fault("all ranks keep the first share", "core.shard_layout:ShardLayout.tiles").by(
         replace("self.rank", "0"),
         "tests/core/test_shard_layout.py::test_the_parts_of_all_ranks_are_each_tensor_once",
+    ),
+    Fault("a mesh shares over all ranks of the program", "session.assemble:find_ranks").by(
+        replace("Ranks(group)", "Ranks()"),
+        "tests/session/test_meshes.py::test_sessions_of_one_process_have_groups_of_their_own",
+    ),
+    Fault("a model that DDP calls is called", "step.events:Events.before_forward").by(
+        drop("expect_no_wrapper"),
+        f"{WRAPPED}[DistributedDataParallel-True-Sequential was called by DistributedDataParallel]",
+    ),
+    Fault("DDP is given a model that lies in chunks", "parameters.attributes:Attributes._detach").by(
+        drop("expect_no_wrapper"),
+        f"{WRAPPED}[DistributedDataParallel-False-by DistributedDataParallel, around a managed model]",
     ),
     Fault("ranks need not be alike", "session.alike:expect_alike").by(
         replace("others", "()", nth=2), f"{SESSION}::test_ranks_that_are_not_alike_are_refused_by_manage"

@@ -13,7 +13,7 @@ TRAINING_ON = "tests/session/test_disk_tier.py::test_no_bit_depends_on_the_machi
 RESUME = f"{CHECKPOINTS}::test_stopping_and_resuming_gives_the_bits_of_not_stopping"
 
 TRAINING: tuple[Mutant, ...] = (
-    Fault("squares-are-added-in-another-order", "optim.norm:GlobalNorm._trees").by(
+    Fault("squares-are-added-in-another-order", "optim.norm:GlobalNorm._levels").by(
         replace("torch.add(...)", "torch.add(left[:, :rows], left[:, rows:], out=half)"),
         "tests/optim/test_norm.py::test_each_sum_has_its_place",
     ),

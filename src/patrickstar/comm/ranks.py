@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
+from patrickstar.config.problems import refuse
 from patrickstar.errors import StateError, some
 
 if TYPE_CHECKING:
@@ -42,9 +44,11 @@ class Ranks:
         self.rank, self.size = group.rank(), group.size()
         self.device = device or torch.device("cpu")
         self._members = dist.get_process_group_ranks(group)
-        store = group.get_group_store()
-        # Each rank counts for itself how often it has been here: alike on all that do the same.
-        name = f"patrickstar/{store.add(f'patrickstar/times/{self.rank}', 1)}"
+        world = dist.group.WORLD
+        assert world is not None
+        store, who = world.get_group_store(), f"patrickstar/{_digest(self._members)}"
+        # Each rank counts for itself how often it has been here with these: alike on all that do the same.
+        name = f"{who}/{store.add(f'{who}/times/{self.rank}', 1)}"
         # Kept: where its server is in this process, it ends with its last user.
         self._store_to_open_with = dist.PrefixStore(name, store)
         self.store = dist.PrefixStore(name, cast(Any, store).clone())  # torch has no type for it
@@ -52,8 +56,8 @@ class Ranks:
 
     @property
     def local_size(self) -> int:
-        """Number of ranks on this machine, as torchrun says; all of them, where nobody does."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        """Number of processes of the program on this machine, as torchrun says; all of them, where nobody does."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
     def numbers(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """The numbers by which the whole program knows these ranks, in order."""
@@ -85,3 +89,34 @@ class Ranks:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
                 if self.device.type != "cpu":
                     group.abort()
+
+
+def group_of(mesh: Any = None) -> dist.ProcessGroup | None:
+    """The process group of a mesh's dimension "dp"; without a mesh the default one. None where there is none.
+
+    Raises:
+        ConfigError: the mesh has other dimensions, or outlives its process group, or this process is not in it.
+    """
+    there = dist.is_available() and dist.is_initialized()
+    if mesh is None:
+        return dist.group.WORLD if there else None
+    names, shape = mesh.mesh_dim_names or (), tuple(mesh.mesh.shape)
+    problems = []
+    if not there:
+        problems.append("mesh= without a process group: call torch.distributed.init_process_group() first")
+    elif mesh.get_coordinate() is None:
+        problems.append(f"mesh={mesh}: this process, rank {dist.get_rank()}, is not in it")
+    if "dp" not in names:
+        problems.append(f'mesh={mesh}: a mesh with the dimension "dp", over which the model is shared, is expected')
+    for name, size in zip(names, shape, strict=False):
+        if name != "dp" and size > 1:
+            problems.append(
+                f'mesh={mesh}: "{name}" comes later. Give mesh["dp"] where each of its groups trains a model of its own'
+            )
+    refuse(problems, of="manage")
+    group: dist.ProcessGroup = mesh.get_group("dp")
+    return group
+
+
+def _digest(members: Sequence[int]) -> str:
+    return hashlib.sha256(str(list(members)).encode()).hexdigest()[:16]

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from patrickstar.config.kinds import RATE, Kind, choice, later, near
+from patrickstar.config.kinds import RATE, Kind, choice, near
 from patrickstar.config.options import Options
 from patrickstar.config.problems import parsed, problems_of, refuse, unknown_argument
 from patrickstar.errors import ConfigError
@@ -133,7 +133,10 @@ _KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
         "max_grad_norm": Kind("a finite norm, a number of 0 or more, or None", lambda v: v is None or RATE.takes(v)),
         "weights": Kind("the path of a safetensors file, or of a directory as save_pretrained leaves it", _is_path),
         "activations": choice("model", to_come=["recompute", "plan"]),
-        "mesh": later(None),
+        "mesh": Kind(
+            'a torch.distributed.DeviceMesh with the dimension "dp", or None',
+            lambda value: value is None or type(value).__name__ == "DeviceMesh",  # which this layer does not import
+        ),
         "options": Kind("patrickstar.Options(...)", lambda value: isinstance(value, Options)),
     }
 )

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from operator import add
 
 import torch
 
 from patrickstar.core.cuda_blocks import cuda_block_bytes
+from patrickstar.core.norm_tree import BLOCK_NUMEL, ROW_NUMEL
 from patrickstar.optim.masters import scaled_blocks
 from patrickstar.optim.scratch import tree_numel
 
-BLOCK_NUMEL = 65_536
-"""Elements whose squares are summed by one tree, counted from the start of each tensor."""
-
-_WIDTH = 16  # of a row of a block
 _BLOCKS = 4  # summed at once: 12 bytes of scratch an element, 3 MiB; more are faster only by more threads
 
 
@@ -93,28 +90,36 @@ class GlobalNorm:
         filled, self._filled = self._filled, 0
         blocks, rest = divmod(filled, BLOCK_NUMEL)
         if blocks:
-            self._numbers.append(self._trees(0, blocks, BLOCK_NUMEL // _WIDTH))
+            self._numbers.append(self._trees(0, blocks, BLOCK_NUMEL // ROW_NUMEL))
         self._has_cut = bool(rest)
         if rest:
             # Rows of zeros add nothing: a tree of fewer rows has the same sum.
-            rows, start = 1 << (-(-rest // _WIDTH) - 1).bit_length(), blocks * BLOCK_NUMEL
-            self._squares[filled : start + rows * _WIDTH].zero_()
+            rows, start = 1 << (-(-rest // ROW_NUMEL) - 1).bit_length(), blocks * BLOCK_NUMEL
+            self._squares[filled : start + rows * ROW_NUMEL].zero_()
             self._numbers.append(self._trees(start, 1, rows))
 
     def _trees(self, start: int, blocks: int, rows: int) -> torch.Tensor:
         """The sums of some blocks of so many rows each, a power of two, that lie there."""
-        area = self._squares[start : start + blocks * rows * _WIDTH]
-        left, into, other = area.square_().view(blocks, rows, _WIDTH), self._scratch, area
-        while rows > 1:
-            rows //= 2
-            half = into[: blocks * rows * _WIDTH].view(blocks, rows, _WIDTH)
-            torch.add(left[:, 0::2], left[:, 1::2], out=half)
-            left, into, other = half, other, into
+        return self._sums(self._squares[start : start + blocks * rows * ROW_NUMEL].square_(), blocks, rows)
+
+    def _sums(self, squares: torch.Tensor, blocks: int, rows: int) -> torch.Tensor:
+        *_, left = self._levels(squares, blocks, rows)
         sums = left[:, 0]
         while sums.shape[1] > 1:
             width = sums.shape[1] // 2
             sums = sums[:, :width] + sums[:, width:]
         return sums[:, 0].clone()  # what it is a part of is written over
+
+    def _levels(self, squares: torch.Tensor, blocks: int, rows: int) -> Iterator[torch.Tensor]:
+        """The rows of each block's tree: the squares, then ever half as many, until one is left. The ones after the next lie where these did."""
+        left, into, other = squares.view(blocks, rows, ROW_NUMEL), self._scratch, squares
+        yield left
+        while rows > 1:
+            rows //= 2
+            half = into[: blocks * rows * ROW_NUMEL].view(blocks, rows, ROW_NUMEL)
+            torch.add(left[:, 0::2], left[:, 1::2], out=half)
+            left, into, other = half, other, into
+            yield left
 
 
 def norm_of(numbers: Iterable[float]) -> torch.Tensor:

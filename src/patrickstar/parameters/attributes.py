@@ -19,6 +19,7 @@ from patrickstar.parameters.gradient_access import GradientAccess
 from patrickstar.parameters.tiles import NOT_ONE_TENSOR
 from patrickstar.parameters.transforms import expect_no_transform
 from patrickstar.parameters.weight_access import WeightAccess
+from patrickstar.parameters.wrappers import expect_no_wrapper
 from patrickstar.torch_private import backward_id, is_being_compiled
 
 
@@ -68,6 +69,7 @@ class Attributes:
 
     def _detach(self, bound: BoundParameter) -> Tensor:
         expect_no_transform(f"an alias of {bound.name}")
+        expect_no_wrapper(f"{bound.name} was detached")
         return self._in_its_slot(bound) if backward_id() != -1 else self._alias(bound, bound.tensor().detach())
 
     def _get_data(self, bound: BoundParameter) -> Tensor:

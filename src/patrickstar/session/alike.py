@@ -49,7 +49,7 @@ def expect_alike(
                 for group in groups
             ]
         ),
-        "the options": f"{_without_disk(setup.memory)} {setup.precision.compute} {setup.layout.whole}",
+        "the options": f"{_shared(setup.memory)} {setup.precision.compute} {setup.layout.whole}",
         "the values of parameters": _digest(named),
     }
     mine = json.dumps({name: hashlib.sha256(fact.encode()).hexdigest() for name, fact in facts.items()})
@@ -75,6 +75,6 @@ def _digest(named: Mapping[str, nn.Parameter]) -> str:
     return found.hexdigest()
 
 
-def _without_disk(memory: MemoryOptions) -> dict[str, object]:
-    """The arguments without the directory, which is each rank's own."""
-    return {one.name: getattr(memory, one.name) for one in fields(memory) if one.name != "disk"}
+def _shared(memory: MemoryOptions) -> dict[str, object]:
+    """The arguments without the directory, which is each rank's own, and the mesh, in which each has another place."""
+    return {one.name: getattr(memory, one.name) for one in fields(memory) if one.name not in {"disk", "mesh"}}

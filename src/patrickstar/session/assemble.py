@@ -9,11 +9,10 @@ from contextlib import ExitStack
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from patrickstar.comm.collectives import Collectives
-from patrickstar.comm.ranks import Ranks
+from patrickstar.comm.ranks import Ranks, group_of
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.loss_scale import LossScale
 from patrickstar.config.problems import refuse
@@ -23,6 +22,7 @@ from patrickstar.memory.links import MakeLane
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.user_optimizer import check_optimizer
 from patrickstar.parameters.bound import names_by_id
+from patrickstar.parameters.wrappers import expect_unwrapped
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.adopt import take_over
 from patrickstar.session.alike import expect_alike
@@ -63,7 +63,7 @@ def assemble(
         check_optimizer(optimizer, names_by_id(named))
     source = Loading(model, named, memory.weights) if memory.weights is not None else None
     has = find_resources(memory)
-    ranks = find_ranks(memory, device=has.device)
+    ranks = find_ranks(model, memory, device=has.device)
     if memory.disk is not None:
         expect_usable(memory.disk)
     setup = set_up(
@@ -98,22 +98,24 @@ def assemble(
         raise
 
 
-def find_ranks(memory: MemoryOptions, *, device: str) -> Ranks | None:
-    """The ranks of the default process group; None where there is one process. `device`: what computes.
+def find_ranks(model: nn.Module, memory: MemoryOptions, *, device: str) -> Ranks | None:
+    """The ranks of the mesh, or of the default process group; None where there is one process. `device`: what computes.
 
     Raises:
-        ConfigError: what is asked for does not go over ranks yet.
+        ConfigError: what is asked for does not go over ranks yet. StateError: the model is wrapped to go over ranks another way.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    group = group_of(memory.mesh)
+    if group is None or group.size() == 1:
         return None
+    expect_unwrapped(model)
     refused = {
         'step="in_backward"': memory.step == "in_backward",
         f'device="{device}"': device != "cpu",
         "weights": memory.weights is not None,
     }
-    later = [f"{what} over {dist.get_world_size()} ranks comes later" for what, asked in refused.items() if asked]
+    later = [f"{what} over {group.size()} ranks comes later" for what, asked in refused.items() if asked]
     refuse(later, of="manage")
-    return Ranks()
+    return Ranks(group)
 
 
 def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, source: Loading | None) -> Session:

@@ -12,6 +12,7 @@ from patrickstar.deferred.deferred_init import deferred_by, is_building
 from patrickstar.deferred.operations import is_dense
 from patrickstar.errors import ConfigError, LayoutError, StateError
 from patrickstar.parameters.whole_parameters import manager_of
+from patrickstar.parameters.wrappers import expect_unwrapped
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -27,6 +28,8 @@ def check_model(model: object) -> dict[str, nn.Parameter]:
     if is_building():
         raise StateError("the model is being built: call manage() after the `with patrickstar.deferred_init():` block")
     named = dict(model.named_parameters())
+    if any(hasattr(parameter, "placements") for parameter in named.values()):  # DTensors
+        expect_unwrapped(model)
     if not named:
         raise LayoutError("the model has no parameters: there is nothing to manage")
     for name, parameter in named.items():

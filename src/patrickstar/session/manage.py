@@ -53,7 +53,8 @@ def manage(
         max_grad_norm: clips the global norm at every step.
         options: see `Options`; nobody should need it.
         weights: safetensors file, or directory as `save_pretrained` leaves it: values that replace the model's, one tensor at a time.
-        states, activations, mesh: their default only, until a later version.
+        states, activations: their default only, until a later version.
+        mesh: `DeviceMesh` with a dimension "dp": the ranks that share the model. None: those of the default process group, if there is one.
     Raises:
         ConfigError, LayoutError, StateError, BudgetError, CheckpointError, DeviceError: model and optimizer are then as before.
     """

@@ -24,6 +24,7 @@ from patrickstar.parameters.escapes import EscapedMemory
 from patrickstar.parameters.owner import Owner
 from patrickstar.parameters.registered import Registered
 from patrickstar.parameters.transforms import expect_ordinary_call, is_ordinary_call
+from patrickstar.parameters.wrappers import expect_no_wrapper
 from patrickstar.plan.touches import Touches
 from patrickstar.step.assembling import Assembling
 from patrickstar.step.executor import Executor
@@ -84,6 +85,8 @@ class Events(Owner):
     def use(self, label: str, touches: Sequence[Touch]) -> None:
         if self.handed_out.watched:
             self.handed_out.check()
+        if self.order is not None and not self._depth and backward_id() == -1:
+            expect_no_wrapper(f"{label} was used")
         touches = self._gathered(touches)
         if backward_id() == -1:
             self.executor.moment(Phase.FORWARD, label, touches)
@@ -198,6 +201,8 @@ class Events(Owner):
                 expect_ordinary_call(module, args, kwargs, self.outside)
             except StateError as refused:
                 raise StateError(f"{refused}{self.advice()}") from None
+        if self.order is not None:
+            expect_no_wrapper(f"{type(module).__name__} was called")
         # After an interruption torch calls no hook.
         if self._depth and not any(frame is self._caller for frame in frames()):
             _expect_alone(self)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from patrickstar.comm.collectives import Collectives
 from patrickstar.core.layout import Part
+from patrickstar.core.norm_tree import shares_by_rank
 from patrickstar.core.planes import REST, PlaneRef
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.trace import Phase, Touch
+from patrickstar.optim.shared_norm import SharedNorm
 from patrickstar.parameters.exchange import Exchange, Travel
 from patrickstar.plan.touches import master_touches
 from patrickstar.step.executor import Executor
@@ -44,6 +48,7 @@ class Gathering(Exchange):
         self.executor = executor
         self.collectives = collectives
         self.masters = masters
+        self.shares_of = cache(partial(shares_by_rank, layout))
 
     def moment(self, phase: Phase, label: str, touches: list[Touch]) -> None:
         """Has units resident. Raises what `Executor.moment` raises."""
@@ -106,6 +111,22 @@ class Gathering(Exchange):
         """The parameters that any rank names, those of the first rank first: alike on all."""
         of_all = self.collectives.agree(json.dumps(list(names)).encode(), "overflowed gradients")
         return list(dict.fromkeys(name for named in of_all for name in json.loads(named)))
+
+    # the norm
+
+    def norm(self, names: Collection[str]) -> SharedNorm:
+        """A norm of these gradients, in layout order, to which each rank adds its own parts."""
+        shares = [self.shares_of(name) for name in names]
+        # All ranks have the same sums of the same gradients, or an error.
+        what = f"{len(names)} sums of squares, {hashlib.sha256(' '.join(names).encode()).hexdigest()[:16]}"
+
+        def gather(mine: Tensor) -> Tensor:
+            with self.executor.room.making(self.layout.size * mine.nbytes):
+                of_all = mine.new_empty(self.layout.size, mine.numel())
+            self.collectives.gather(of_all.view(-1), mine, what).wait()
+            return of_all
+
+        return SharedNorm(self.layout.rank, shares, gather, self.binding.device)
 
     def _bring(self, group: str, *, writes: bool, phase: Phase) -> None:
         label = self.binding.access.parameters_in(group)[0].name

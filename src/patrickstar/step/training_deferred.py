@@ -114,14 +114,6 @@ class DeferredTraining(Training):
                     norm = norm or self._begin_norm()
                     norm.add(self.binding.by_name[name].flat(own[name]))
                     norm.end_tensor()
-                elif name in self.in_chunks.names and self.gathering is not None:
-                    # Whole, as one rank has it: no sum depends on where it is cut.
-                    whole = torch.empty(self.layout.slices[name].numel)
-                    with self.executor.room.making(whole.nbytes):
-                        self.in_chunks.copy_into(name, whole)
-                        norm = norm or self._begin_norm()
-                        norm.add(whole)
-                        norm.end_tensor()
                 elif name in self.in_chunks.names:
                     for part, touches in gradient_parts(self.layout, name, writes=False):
                         here = by_unit.get(touches[0].ref, touches)
@@ -137,6 +129,8 @@ class DeferredTraining(Training):
 
     def _begin_norm(self) -> GlobalNorm:
         device = self.binding.device
+        if self.gathering is not None:
+            return self.gathering.norm([name for name in self.layout.slices if name in self.in_chunks.names])
         if device is None:
             return self.updates.passes["cpu"].norm(None)
         return self.updates.passes[device.type].norm(device, largest=self.layout.largest_numel)
