@@ -14,7 +14,7 @@ CHANGES: tuple[Mutant, ...] = (
         replace("not writes", "True"), f"{CARRIED}[clamp-bf16-deferred-emulated]"
     ),
     Fault("a-forwards-own-change-is-not-in-the-trace", "tracing.twin:Twin.changed").by(
-        replace("self._moment", "lambda *_: None"), f"{CARRIED}[embedding-fp32-deferred-cpu+disk]"
+        replace("self.moment", "lambda *_: None"), f"{CARRIED}[embedding-fp32-deferred-cpu+disk]"
     ),
     Fault("a-plan-goes-on-after-a-change-that-its-trace-has-not", "step.events:Events.changed").by(
         never("STEP"), f"{TESTS}::test_a_change_that_depends_on_more_than_shapes[fp32-done and not foreseen]"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.mutant import Fault, Mutant
-from tests.mutants.operators import always, drop, replace, without
+from tests.mutants.operators import always, drop, never, replace, without
 
 HERE = "tests/comm/test_collectives.py"
 FAILURES = "tests/comm/test_failures.py"
@@ -14,6 +14,8 @@ BITS = f"{SESSION}::test_ranks_train_with_the_bits_of_one_process_that_has_all_g
 TREE = "tests/core/test_norm_tree.py"
 SHARED = "tests/optim/test_shared_norm.py"
 WRAPPED = "tests/session/test_wrapped.py::test_a_wrapper_around_a_managed_model_is_refused_before_anything_is_changed"
+ORDER = "tests/parameters/test_call_order.py"
+STEP = "a_step_gathers_one_block_ahead_and_sends_a_block_when_the_next_backward_begins"
 KILLED = f"{FAILURES}::test_a_rank_that_is_killed_is_named_by_all_others"
 
 RANKS: tuple[Mutant, ...] = (
@@ -32,7 +34,7 @@ RANKS: tuple[Mutant, ...] = (
         f"{DIFFERENT}[names that are the same up to their end]",
     ),
     Fault("flags of other ranks are dropped", "comm.collectives:Collectives.reduce").by(
-        drop("flags.bitwise_or_"), f"{HERE}::test_flags_are_those_of_any_rank"
+        drop("mine.bitwise_or_"), f"{HERE}::test_flags_are_those_of_any_rank"
     ),
     Fault("a collective does not wait for what it comes after", "comm.collectives:Collectives._do").by(
         drop("ticket.wait"),
@@ -58,14 +60,40 @@ RANKS: tuple[Mutant, ...] = (
     Fault("the end of a program waits for what torch has under way", "comm.ranks:Ranks.close").by(
         drop("ctypes.pythonapi.Py_IncRef"), f"{FAILURES}::test_a_program_that_has_lost_a_rank_comes_to_its_end"
     ),
-    Fault("weights stay gathered after a step", "step.training_deferred:DeferredTraining.step").by(
-        drop("self.gathering.gathered.forget"), f"{BITS}[2 ranks-mlp-1-None-True-arguments0]"
+    Fault("weights stay gathered after a step", "parameters.call_order:CallOrder.forget").by(
+        drop("self.there.clear"), f"{BITS}[2 ranks-mlp-1-None-True-arguments0]"
     ),
-    Fault("what rank 0 has no gradient of has none", "step.gathering:Gathering._agree").by(
+    Fault("what rank 0 has no gradient of has none", "parameters.exchange:Exchange.end_backward").by(
         replace("any(there)", "there[0]"), f"{BITS}[2 ranks-experts-2-0.001-False-arguments3]"
     ),
-    Fault("gradients that wait are not added to", "step.gathering:Gathering._with_kept").by(
+    Fault("what rank 0 has no gradient of has none in its block", "parameters.exchange:Exchange.receive").by(
+        replace("zip(...)", "zip(self._sent_names, self._flags if self.layout.rank else bytes(len(self._flags)))"),
+        f"{BITS}[2 ranks-experts-2-0.001-False-arguments3]",
+    ),
+    Fault("gradients that wait are not added to", "parameters.exchange:Exchange._ready").by(
         drop("add_"), f"{BITS}[2 ranks-mlp-3-None-False-arguments2]"
+    ),
+    Fault("gradients that come late are dropped", "parameters.exchange:Exchange.send").by(
+        replace("self._ready(names)", "self._ready(list(self.layout.slices))"),
+        f"{BITS}[2 ranks-mlp-1-None-True-arguments0]",
+    ),
+    Fault("a block is sent when its own backward begins", "parameters.call_order:CallOrder.begin_backward").by(
+        replace("self._exchange.send(left)", "self._exchange.send(block)"), f"{ORDER}::test_{STEP}"
+    ),
+    Fault(
+        "the block that was called last is let go of before its backward", "parameters.call_order:CallOrder._keep"
+    ).by(without("('', block)", nth=1), f"{ORDER}::test_{STEP}"),
+    Fault("nothing is gathered ahead", "parameters.call_order:CallOrder._begin").by(
+        never("ahead"), f"{ORDER}::test_{STEP}"
+    ),
+    Fault(
+        "a block is sent before all of its calls have come back", "parameters.call_order:CallOrder.begin_backward"
+    ).by(
+        without("not self._calls.get(left)"),
+        f"{ORDER}::test_a_block_with_calls_that_are_still_to_come_back_waits_for_them",
+    ),
+    Fault("what is used while it comes is not waited for", "parameters.exchange:BlockWeights.wait").by(
+        drop("coming.wait"), f"{BITS}[2 ranks-mlp-1-None-True-arguments0]"
     ),
     Fault("a norm is of a rank's own share", "step.training_deferred:DeferredTraining._begin_norm").by(
         replace("self.gathering is not None", "False"), f"{BITS}[2 ranks-mlp-2-0.001-True-arguments1]"

@@ -21,14 +21,22 @@ from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.trace import Touch
 
 
-class Exchange(Protocol):
+class Gathered(Protocol):
+    """The weights of a block, gathered."""
+
+    @property
+    def by_group(self) -> Mapping[str, Tensor]:
+        """1-D tensors, chunk after chunk."""
+
+    def wait(self) -> None:
+        """Returns when they are there. Raises RankError where they will not be."""
+
+
+class Exchanging(Protocol):
     """The one who gathers and reduces over ranks, or who writes down what that takes."""
 
-    def gather(self, block: str) -> Mapping[str, Tensor]:
-        """Begins to gather the weights of a block, in the 1-D tensors given back by group, chunk after chunk."""
-
-    def wait_for(self, block: str) -> None:
-        """Waits for the weights of a block."""
+    def gather(self, block: str) -> Gathered:
+        """Begins to gather the weights of a block."""
 
     def send(self, block: str) -> None:
         """Begins to reduce the gradients of a block that have come."""
@@ -44,14 +52,14 @@ class CallOrder:
         names: of parameters, in the order in which a model has them.
 
     Attributes:
-        there: the weights that are gathered, by block ("" for what no block owns) and group. blocks: those of the model, in its order.
+        there: the weights that are gathered, by block; "" for what no block owns. blocks: those of the model, in its order.
         next_blocks: the block that comes after another, in forwards and in backwards (True): in the model's order, until calls have shown another.
     """
 
-    def __init__(self, layout: ShardLayout, exchange: Exchange, names: Iterable[str]) -> None:
+    def __init__(self, layout: ShardLayout, exchange: Exchanging, names: Iterable[str]) -> None:
         self._layout = layout
         self._exchange = exchange
-        self.there: dict[str, Mapping[str, Tensor]] = {}
+        self.there: dict[str, Gathered] = {}
         self.blocks = tuple(dict.fromkeys(block for block in map(layout.block, names) if block))
         self.next_blocks = {(False, one): other for one, other in pairwise(self.blocks)}
         self.next_blocks |= {(True, other): one for one, other in pairwise(self.blocks)}
@@ -70,20 +78,20 @@ class CallOrder:
                 self._gather(block)
             if block in self._coming:
                 self._coming.remove(block)
-                self._exchange.wait_for(block)
+                self.there[block].wait()
 
     def begin_forward(self) -> None:
         """Begins a forward of the model."""
         self._receive()
-        self._last, self._in_backward = (False, ""), ""
-        self._calls.clear()
+        self._end()
         if "" in self._layout.chunks_of:
             self._use("")
 
     def begin_call(self, block: str, *, in_backward: bool) -> None:
         """Begins a call of a block, or its recomputation."""
         self._use(block)
-        self._begin(block, in_backward=in_backward)
+        if not in_backward:
+            self._begin(block, in_backward=False)
 
     def await_backward(self, block: str, call: int) -> None:
         """Notes that a call has made what has a backward."""
@@ -103,8 +111,7 @@ class CallOrder:
     def end_backward(self) -> None:
         """Ends the backward: all that was sent has come when this returns, and nothing stays gathered."""
         self._receive()
-        self._in_backward = ""
-        self._calls.clear()
+        self._end()
         self.forget()
 
     def forget(self) -> None:
@@ -125,11 +132,18 @@ class CallOrder:
             return
         if direction == in_backward and last:
             self.next_blocks[in_backward, last] = block
+        else:
+            self.next_blocks.pop(self._last, None)
         self._last = in_backward, block
         self._keep(block)
         ahead = self.next_blocks.get((in_backward, block))
         if ahead is not None and ahead not in self.there:
             self._gather(ahead)
+
+    def _end(self) -> None:
+        self.next_blocks.pop(self._last, None)
+        self._last, self._in_backward = (False, ""), ""
+        self._calls.clear()
 
     def _keep(self, block: str) -> None:
         """Lets go of all blocks but one."""

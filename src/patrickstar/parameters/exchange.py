@@ -1,7 +1,7 @@
 """What ranks exchange for a step: whole weights for whoever uses them, and each rank's share of everybody's gradients.
 
 A group of chunks, those of a block or of what no block owns, is gathered into a copy that lives as long as anything holds it (Note [Copies] in
-`memory/leases.py`). Weights travel in the type that they are kept in, and each rank widens them where another one computes. What is exchanged,
+`memory/leases.py`). BlockWeights travel in the type that they are kept in, and each rank widens them where another one computes. What is exchanged,
 and when, `call_order.py` says.
 
 Gradients of all ranks are added in rank order in fp32, ((g0 + g1) + g2) + ..., and multiplied by f(1/p): bits that depend on no topology.
@@ -12,7 +12,7 @@ Source: sharding of model states is ZeRO's (Rajbhandari et al., 2020); by chunks
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Final, NamedTuple, Protocol
 
@@ -57,11 +57,33 @@ IN_FP32: Final = Travel()
 
 
 class Coming(NamedTuple):
-    """Weights on their way. `arrives`: where they do, if that is not `whole`, which they are widened into."""
+    """BlockWeights of a group on their way. `arrives`: where they do, if that is not `whole`, which they are widened into."""
 
     whole: Tensor
     arrives: Tensor | None
     tickets: Sequence[Ticket]
+
+    def wait(self) -> None:
+        """Returns when the weights are there."""
+        for ticket in self.tickets:
+            ticket.wait()
+        if self.arrives is not None:
+            _widen(self.whole, self.arrives)
+
+
+class BlockWeights(NamedTuple):
+    """The weights of a block, by group, of which some are on their way. `ours`: makes a context for our own operations."""
+
+    by_group: dict[str, Tensor]
+    coming: list[Coming]
+    ours: Callable[[], AbstractContextManager[None]]
+
+    def wait(self) -> None:
+        """Returns when all weights are there."""
+        with self.ours():
+            for coming in self.coming:
+                coming.wait()
+            self.coming.clear()
 
 
 class Sent(NamedTuple):
@@ -92,7 +114,6 @@ class Exchange(ABC):
         self.postpones, self.has_waited = 0, False
         self.kept: dict[str, Tensor] = {}
         self._others = others
-        self._coming: dict[str, list[Coming]] = {}
         self._sent: list[Sent] = []
         self._sent_names: list[str] = []
         self._flags = bytearray()  # of these
@@ -120,32 +141,26 @@ class Exchange(ABC):
 
     # weights
 
-    def gather(self, block: str) -> dict[str, Tensor]:
+    def gather(self, block: str) -> BlockWeights:
         """Begins to gather a block's groups: into what somebody still holds of them, if anybody does."""
         phase = Phase.FORWARD if backward_id() == -1 else Phase.BACKWARD
         self.moment(phase, self._names_in[block][0], [Touch(unit) for unit in self.layout.units_of(block)])
-        there, self._coming[block] = {}, []
+        weights = BlockWeights({}, [], self.ours)
         with self.ours():
             for group in dict.fromkeys(map(self.layout.group_of, self.layout.chunks_of[block])):
                 first = self.binding.access.parameters_in(group)[0]
                 held = self.binding.leases.living_copy(group)
                 whole = self._empty(first.name, self.layout.group_numel(group)) if held is None else held
-                coming, there[group] = self.begin_to_gather(group, whole), whole
+                coming, weights.by_group[group] = self.begin_to_gather(group, whole), whole
                 if held is None or coming.arrives is None:
-                    self._coming[block].append(coming)
+                    weights.coming.append(coming)
                 else:
-                    self.finish(coming)  # nobody is to see what is not widened yet
-        return there
-
-    def wait_for(self, block: str) -> None:
-        """Waits for the weights of a block."""
-        with self.ours():
-            for coming in self._coming.pop(block):
-                self.finish(coming)
+                    coming.wait()  # nobody is to see what is not widened yet
+        return weights
 
     def make(self, group: str) -> Tensor:
         """The weights of a group that has been gathered for a use."""
-        return self.order.there[self.layout.block_of(self.layout.chunks_in[group][0])][group]
+        return self.order.there[self.layout.block_of(self.layout.chunks_in[group][0])].by_group[group]
 
     def begin_to_gather(self, group: str, whole: Tensor) -> Coming:
         """Begins to gather a group whose shards are resident."""
@@ -156,14 +171,6 @@ class Exchange(ABC):
             mine.copy_(self.shard(unit))
             tickets.append(self._others.gather(piece, mine, str(unit)))
         return Coming(whole, None if arrives is whole else arrives, tickets)
-
-    @staticmethod
-    def finish(coming: Coming) -> None:
-        """Waits for weights, and widens them."""
-        for ticket in coming.tickets:
-            ticket.wait()
-        if coming.arrives is not None:
-            _widen(coming.whole, coming.arrives)
 
     def mine(self, chunk: Tensor) -> Tensor:
         """This rank's share of a whole chunk."""

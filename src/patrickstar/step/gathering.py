@@ -72,7 +72,7 @@ class Gathering(Exchange):
         """Writes the weights of a group into a copy of them."""
         with self.executor.lock, self.executor.apart():
             self._bring(group, writes=False, phase=Phase.STEP)
-            self.finish(self.begin_to_gather(group, copy))
+            self.begin_to_gather(group, copy).wait()
             self.binding.leases.copy_written(group, copy)
 
     def changed(self, group: str) -> None:
@@ -92,7 +92,7 @@ class Gathering(Exchange):
                 self.executor.moment(phase, first.name, touches)
                 self.masters.take_changes(self.mine(piece), part, is_split=is_split)
             self._bring(group, writes=False, phase=phase)
-            self.finish(self.begin_to_gather(group, copy))
+            self.begin_to_gather(group, copy).wait()
 
     def assemble(self, name: str, mine: Iterable[Tensor], flat: Tensor) -> None:
         """Writes what ranks have of a parameter, in a plane, into a 1-D fp32 tensor in slot order. `mine`: this rank's pieces, in order."""
