@@ -11,7 +11,7 @@ The backward of a block begins with the first gradient of something that the blo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -46,7 +46,7 @@ class Exchanging(Protocol):
 
 
 class CallOrder:
-    """What is gathered and reduced as calls begin.
+    """The order of a model's blocks, and what is gathered and reduced as their calls begin.
 
     Args:
         names: of parameters, in the order in which a model has them.
@@ -69,8 +69,8 @@ class CallOrder:
         self._sent = ""
         self._calls: dict[str, set[int]] = {}  # those of the last forward whose backward has not begun
 
-    def use(self, touches: Iterable[Touch]) -> None:
-        """Has the blocks of these weights there."""
+    def use(self, touches: Iterable[Touch]) -> Sequence[Touch]:
+        """Has the blocks of these weights there. What a use of them touches then: nothing."""
         for block in dict.fromkeys(self._layout.block_of(touch.ref.chunk) for touch in touches):
             if block not in self.there:
                 if block:
@@ -79,6 +79,7 @@ class CallOrder:
             if block in self._coming:
                 self._coming.remove(block)
                 self.there[block].wait()
+        return ()
 
     def begin_forward(self) -> None:
         """Begins a forward of the model."""

@@ -1,4 +1,4 @@
-"""What ranks exchange for a step: whole weights for whoever uses them, and each rank's share of everybody's gradients.
+"""The exchange of ranks in a step: whole weights for whoever uses them, and each rank's share of everybody's gradients.
 
 A group of chunks, those of a block or of what no block owns, is gathered into a copy that lives as long as anything holds it (Note [Copies] in
 `memory/leases.py`). BlockWeights travel in the type that they are kept in, and each rank widens them where another one computes. What is exchanged,
@@ -173,7 +173,7 @@ class Exchange(ABC):
         return Coming(whole, None if arrives is whole else arrives, tickets)
 
     def mine(self, chunk: Tensor) -> Tensor:
-        """This rank's share of a whole chunk."""
+        """The share of a whole chunk that is this rank's."""
         return chunk.view(self.layout.size, -1)[self.layout.rank]
 
     def pieces(self, group: str, whole: Tensor) -> Iterator[tuple[PlaneRef, Tensor]]:

@@ -87,20 +87,14 @@ class Events(Owner):
             self.handed_out.check()
         if self.order is not None and not self._depth and backward_id() == -1:
             expect_no_wrapper(f"{label} was used")
-        touches = self._gathered(touches)
+        if self.order is not None:
+            touches = self.order.use(touches)
         if backward_id() == -1:
             self.executor.moment(Phase.FORWARD, label, touches)
         else:
             self._in_backward = True
             self.training.notice_recomputation()
             self.executor.moment(Phase.RECOMPUTE, label, touches)
-
-    def _gathered(self, touches: Sequence[Touch]) -> Sequence[Touch]:
-        """What a use of these weights touches itself: over ranks nothing, once their groups are there."""
-        if self.order is None:
-            return touches
-        self.order.use(touches)
-        return ()
 
     def carry_out_pending(self) -> None:
         self.executor.update_held()
@@ -110,7 +104,7 @@ class Events(Owner):
         self._in_backward = True
         if backward_makes_graph():
             self.executor.pilot.stretch.differentiates()
-        self.executor.moment(Phase.BACKWARD, label, self._gathered(touches))
+        self.executor.moment(Phase.BACKWARD, label, touches if self.order is None else self.order.use(touches))
 
     def make_copy(self, key: CopyKey) -> Tensor:
         return self.assembling.make(key) if isinstance(key, AssembledKey) else self.masters.make(key)

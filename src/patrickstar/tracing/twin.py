@@ -59,7 +59,7 @@ class Twin(Owner):
         self.over_ranks: TwinOfRanks | None = None
 
     def order_over_ranks(self, next_blocks: Mapping[tuple[bool, str], str], travel: Travel) -> CallOrder | None:
-        """What is to be told of calls, where there are several ranks. `next_blocks`: as far as calls have shown."""
+        """The order that is told of calls, where there are several ranks. `next_blocks`: as far as calls have shown."""
         assert self.binding is not None
         if isinstance(self.touches.layout, ShardLayout):
             self.over_ranks = TwinOfRanks(self, self.binding, self.touches.layout, travel)
@@ -74,16 +74,13 @@ class Twin(Owner):
             if label in self._updated:
                 raise NotInBlocksError(f"{label} is used after its gradient has come")
             self._notice_backward()
-        self.moment(self._phase(), label, self._gathered(touches))
+        self.moment(self._phase(), label, self._own(touches))
 
     def unpack(self, label: str, touches: Sequence[Touch]) -> None:
-        self.moment(Phase.BACKWARD, label, self._gathered(touches))
+        self.moment(Phase.BACKWARD, label, self._own(touches))
 
-    def _gathered(self, touches: Sequence[Touch]) -> Sequence[Touch]:
-        if self.over_ranks is None:
-            return touches
-        self.over_ranks.order.use(touches)
-        return ()
+    def _own(self, touches: Sequence[Touch]) -> Sequence[Touch]:
+        return touches if self.over_ranks is None else self.over_ranks.order.use(touches)
 
     def moment(self, phase: Phase, label: str, touches: Sequence[Touch]) -> None:
         self.recorder.moment(phase, label, touches, self.leases.held())
