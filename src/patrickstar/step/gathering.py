@@ -69,11 +69,13 @@ class Gathering:
         """The weights of a group whose shards are resident: in what somebody still holds of it, if anybody does."""
         first, leases = self.binding.access.parameters_in(group)[0], self.binding.leases
         with self.executor.lock, self.executor.quiet():
+            units = [leases.take(PlaneRef(chunk, WEIGHT)) for chunk in self.layout.chunks_in[group]]
             whole = leases.living_copy(group)
             if whole is None:
                 numel, dtype = self.layout.group_numel(group), first.shape_only.dtype
                 whole = torch.empty(numel, dtype=dtype, device=self.binding.device)
             self._gather(group, whole)
+            del units  # none of which may leave while the copy is made
             return whole
 
     def renew(self, group: str, copy: Tensor) -> None:
