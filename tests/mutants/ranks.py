@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Fault, Mutant
 from tests.mutants.operators import always, drop, never, replace, without
+from tests.parity.cover import few_ranks
+from tests.parity.matrix import RANKS as ROWS
 
 HERE = "tests/comm/test_collectives.py"
 FAILURES = "tests/comm/test_failures.py"
@@ -17,6 +19,13 @@ WRAPPED = "tests/session/test_wrapped.py::test_a_wrapper_around_a_managed_model_
 ORDER = "tests/parameters/test_call_order.py"
 STEP = "a_step_gathers_one_block_ahead_and_sends_a_block_when_the_next_backward_begins"
 KILLED = f"{FAILURES}::test_a_rank_that_is_killed_is_named_by_all_others"
+
+
+def of_a_row(*words: str) -> str:
+    """The test of the first of the few rows of ranks with these words."""
+    row = next(row for row in few_ranks(ROWS) if all(word in str(row) for word in words))
+    return f"tests/parity/test_worlds.py::test_no_bit_depends_on_how_ranks_share_model_data[{row}]"
+
 
 RANKS: tuple[Mutant, ...] = (
     Fault("ranks are summed in another order", "comm.collectives:sum_in_rank_order").by(
@@ -132,6 +141,37 @@ RANKS: tuple[Mutant, ...] = (
     Fault("DDP is given a model that lies in chunks", "parameters.attributes:Attributes._detach").by(
         drop("expect_no_wrapper"),
         f"{WRAPPED}[DistributedDataParallel-False-by DistributedDataParallel, around a managed model]",
+    ),
+    Fault("what stays fp32 whole is gathered with the rest", "core.shard_layout:ShardLayout.group_of").by(
+        replace("self.is_whole(chunk)", "False"),
+        "tests/core/test_shard_layout.py::test_what_stays_fp32_whole_is_gathered_apart_from_the_rest_of_its_block",
+    ),
+    Fault("gradients of one backward travel unrounded", "parameters.exchange:Exchange._reduce").by(
+        replace("self._travel.sent", "torch.float32"), of_a_row("fp16-fp32-world", "-x1-")
+    ),
+    Fault("sums of several backwards travel rounded", "parameters.exchange:Exchange._reduce").by(
+        replace("self.has_waited", "False"), of_a_row("-fp32-world", "nosync")
+    ),
+    Fault("an overflow is a rank's own", "step.training_deferred:DeferredTraining.overflowed").by(
+        replace("self.gathering is None", "True"),
+        f"{SESSION}::test_an_overflow_on_any_rank_skips_the_step_on_all[2 ranks-in an element-False]",
+    ),
+    Fault("a change by hand shows unrounded values", "step.gathering:Gathering.changed").by(
+        drop("self.begin_to_gather(group, copy).wait"),
+        f"{SESSION}::test_a_change_by_hand_becomes_the_masters_of_the_elements_that_change[2 ranks-bf16-fp32]",
+    ),
+    Fault("weights are widened over those that are still to be", "parameters.exchange:_widen").by(
+        replace("(numel - start) // 2", "numel - start - 1"),
+        f"{SESSION}::test_a_change_by_hand_becomes_the_masters_of_the_elements_that_change[2 ranks-bf16-fp32]",
+    ),
+    Fault(
+        "gradients that wait are left out by who clips", "step.training_deferred:DeferredTraining._expect_gradients"
+    ).by(
+        never("self.gathering.kept"),
+        f"{SESSION}::test_gradients_are_those_of_all_ranks_outside_of_no_sync_and_nobodys_inside[2 ranks]",
+    ),
+    Fault("what fails in manage() is kept to itself", "session.assemble:assemble").by(
+        drop("undo.push"), f"{SESSION}::test_what_manage_refuses_on_one_rank_the_others_hear_of"
     ),
     Fault("ranks need not be alike", "session.alike:expect_alike").by(
         replace("others", "()", nth=2), f"{SESSION}::test_ranks_that_are_not_alike_are_refused_by_manage"

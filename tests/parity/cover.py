@@ -7,7 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from tests.parity.matrix import DIMENSIONS, PAIRS, PAIRS_FILE, TILED, WIDE_FILE, Row, Value, allowed, allowed_rows
+from tests.parity.matrix import (
+    DIMENSIONS,
+    OF_RANKS,
+    PAIRS,
+    PAIRS_FILE,
+    RANKS_FILE,
+    TILED,
+    WIDE_FILE,
+    Row,
+    Value,
+    allowed,
+    allowed_rows,
+)
 from tests.sampling import cover
 
 Goal = tuple[tuple[str, Value], ...]
@@ -49,6 +61,21 @@ def few(rows: Sequence[Row]) -> list[Row]:
     """Of rows that have every pair, some that have every model, and every pair of values of two other dimensions."""
     others = tuple(name for name in DIMENSIONS if name != "model")
     return cover(rows, every(("model",), *combinations(others, 2)))
+
+
+def ranks() -> list[Row]:
+    """Of several ranks: every model on each number of them, and every pair of values of two other dimensions."""
+    rows = allowed_rows({**DIMENSIONS, **OF_RANKS}, step="deferred", tile_rows=None)
+    others = tuple(name for name in (*DIMENSIONS, *OF_RANKS) if name != "model")
+    return sorted(cover(sorted(rows, key=shuffled), every(("model", "world"), *combinations(others, 2))), key=in_order)
+
+
+def few_ranks(rows: Sequence[Row]) -> list[Row]:
+    """Of these, some that have every number of ranks, precision, budget and kind of machine, with and without `no_sync`: of quick models."""
+    small = [row for row in rows if row.model in ("conv", "function", "held", "one-block", "scalars", "tied", "tower")]
+    # Of one backward first, whose gradients are rounded.
+    small.sort(key=lambda row: row.accumulation)
+    return cover(small, every(*((name,) for name in ("world", "precision", "budget", "tier", "no_sync"))))
 
 
 def wide() -> list[Row]:
@@ -109,3 +136,4 @@ def _in_tiles(fp32: Sequence[Row]) -> list[Row]:
 if __name__ == "__main__":
     PAIRS_FILE.write_text("".join(f"{row}\n" for row in pairs()))
     WIDE_FILE.write_text("".join(f"{row}\n" for row in wide()))
+    RANKS_FILE.write_text("".join(f"{row}\n" for row in ranks()))

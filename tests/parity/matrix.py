@@ -1,12 +1,14 @@
 """The rows of the parity matrix: what is run, and what can be run at all.
 
-Two lists, checked in as text and computed anew by `test_matrix.py` in `make test-full` (`cover.py`):
+Three lists, checked in as text and computed anew by `test_matrix.py` in `make test-full` (`cover.py`):
 
 (1) `PAIRS`: every pair of values of two dimensions that any allowed row can have stands in a row. Rows once chosen stay as long as they are
     allowed, since their budgets and plans are known; what they lack is added. Of these, `make test` runs a few (`cover.few`) in
     which every model stands, and every pair of two other dimensions.
 (2) `WIDE`: every model at every budget on every kind of machine, every way of training there is, and every model
     with every checkpointing in each 16-bit type.
+(3) `RANKS`: rows of several ranks, in which every model runs on each number of them, and every pair of values of two other dimensions. Of these,
+    `make test` runs a few that have every value of most dimensions.
 """
 
 from __future__ import annotations
@@ -113,13 +115,23 @@ def allowed(row: Row) -> bool:
         return False  # autocast to bf16 inside of an fp16 model is an error in PyTorch
     if row.tile_rows is not None and row.model not in TILED:
         return False
+    if row.world > 1 and not _runs_over_ranks(row):
+        return False
     # With all of it on the device no third tier takes part: that row is the one of two tiers.
     return not (row.tier == "emulated+disk" and row.budget == "fits")
 
 
-def allowed_rows(**fixed: Value) -> Iterator[Row]:
-    """Every row that could stand in the matrix, in the order of `DIMENSIONS`; dimensions that are given have that one value."""
-    for values in product(*((fixed[name],) if name in fixed else values for name, values in DIMENSIONS.items())):
+def _runs_over_ranks(row: Row) -> bool:
+    # In "branches" batches say which blocks are called, and ranks call the same.
+    if row.step == "in_backward" or row.tile_rows is not None or row.model == "branches":
+        return False
+    # No plan has gradients that wait for those of other ranks.
+    return not row.no_sync or (row.accumulation > 1 and row.budget == "fits")
+
+
+def allowed_rows(dimensions: Mapping[str, Sequence[Value]] = DIMENSIONS, **fixed: Value) -> Iterator[Row]:
+    """Every row that could stand in the matrix, in the order of `dimensions`; those that are given have that one value."""
+    for values in product(*((fixed[name],) if name in fixed else values for name, values in dimensions.items())):
         row = Row(*values)  # type: ignore[arg-type]
         if allowed(row):
             yield row
@@ -131,5 +143,7 @@ def _read(file: Path) -> tuple[Row, ...]:
 
 PAIRS_FILE: Final = Path(__file__).with_name("pairs.txt")
 WIDE_FILE: Final = Path(__file__).with_name("wide.txt")
+RANKS_FILE: Final = Path(__file__).with_name("ranks.txt")
 PAIRS: Final = _read(PAIRS_FILE)
 WIDE: Final = _read(WIDE_FILE)
+RANKS: Final = _read(RANKS_FILE)

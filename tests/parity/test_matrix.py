@@ -8,10 +8,10 @@ from itertools import combinations
 
 import pytest
 
-from tests.parity.cover import every, few, pairs, wide
+from tests.parity.cover import every, few, few_ranks, pairs, ranks, wide
 from tests.parity.lanes import DEALT, Dealt, choice_of, dealt, shows_choice
 from tests.parity.limits import LIMITED, LIMITS
-from tests.parity.matrix import DIMENSIONS, PAIRS, WIDE, Row, allowed, allowed_rows
+from tests.parity.matrix import DIMENSIONS, OF_RANKS, PAIRS, RANKS, WIDE, Row, allowed, allowed_rows
 from tests.parity.plans import DIGESTS, FORECASTS
 from tests.parity.zoo import CASES
 from tests.sampling import cover
@@ -77,7 +77,7 @@ def test_every_model_and_checkpointing_runs_in_every_type() -> None:
 
 
 def test_no_row_breaks_a_rule_or_stands_twice() -> None:
-    rows = (*PAIRS, *WIDE)
+    rows = (*PAIRS, *WIDE, *RANKS)
     assert [row for row in rows if not allowed(row)] == []
     assert len(set(rows)) == len({str(row) for row in rows}) == len(rows)
 
@@ -91,10 +91,14 @@ def test_what_cannot_be_is_not_allowed() -> None:
     assert not allowed(replace(row, model="lstm", checkpointing="reentrant"))
     assert not allowed(replace(row, tier="emulated+disk", budget="fits"))
     assert not allowed(replace(row, model="conv", tile_rows=24))
+    assert not allowed(replace(row, world=2))
+    assert allowed(replace(row, step="deferred", world=2))
+    assert not allowed(replace(row, step="deferred", world=2, tile_rows=24))
+    assert not allowed(replace(row, step="deferred", world=2, no_sync=True))
 
 
 def test_a_row_prints_and_parses_back() -> None:
-    assert [Row.parse(str(row)) for row in (*PAIRS, *WIDE)] == [*PAIRS, *WIDE]
+    assert [Row.parse(str(row)) for row in (*PAIRS, *WIDE, *RANKS)] == [*PAIRS, *WIDE, *RANKS]
     with pytest.raises(ValueError, match="is no row"):
         Row.parse("gpt2-none-x1-noclip-deferred")
 
@@ -145,10 +149,26 @@ def test_chunks_are_updated_on_either_tier_by_each_rows_own_chance() -> None:
     assert len(splits) > len(rows) // 2
 
 
+def test_every_model_runs_on_every_number_of_ranks_and_every_pair_of_other_values_by_some() -> None:
+    models = set(CASES) - {"branches"}
+    assert combinations_of(RANKS, ("model", "world")) == {(model, world) for model in models for world in (2, 3, 4)}
+    dimensions = {**DIMENSIONS, **OF_RANKS}
+    possible = list(allowed_rows(dimensions, model="gpt2", step="deferred", tile_rows=None))
+    for names in combinations(dimensions.keys() - {"model"}, 2):
+        assert combinations_of(RANKS, names) == combinations_of(possible, names), names
+
+
+def test_the_few_rows_of_ranks_that_are_run_each_time_have_every_value_of_most_dimensions() -> None:
+    rows = few_ranks(RANKS)
+    for name in ("world", "precision", "budget", "tier", "no_sync"):
+        assert combinations_of(rows, (name,)) == combinations_of(RANKS, (name,))
+
+
 @pytest.mark.campaign
 def test_the_rows_that_are_checked_in_are_those_that_cover() -> None:
     assert pairs() == list(PAIRS)
     assert wide() == list(WIDE)
+    assert ranks() == list(RANKS)
 
 
 def test_a_cover_has_every_goal_and_no_row_without_a_new_one() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import patrickstar
-from patrickstar.errors import ConfigError, RankError, StateError
+from patrickstar.errors import ConfigError, DeviceError, RankError, StateError
 from patrickstar.optim.norm import GlobalNorm, clip_factor, norm_of
 from tests.parity.oracle import Types, narrow
 from tests.ranks import Ended, Team, all_well, kill_me, team
@@ -285,7 +285,7 @@ def test_ranks_that_are_not_alike_are_refused_by_manage(seeds: list[int], rates:
                 raise answer
 
 
-@pytest.mark.parametrize("arguments", [{"step": "in_backward"}, {"device": "emulated"}], ids=str)
+@pytest.mark.parametrize("arguments", [{"step": "in_backward"}], ids=str)
 def test_what_does_not_go_over_ranks_yet_is_refused(arguments: dict[str, Any]) -> None:
     with team(2) as pair:
         for answer in pair.run(refused, arguments):
@@ -295,6 +295,20 @@ def test_what_does_not_go_over_ranks_yet_is_refused(arguments: dict[str, Any]) -
 
 def refused(rank: int, arguments: dict[str, Any]) -> None:
     manage_as(rank, [0, 0], [0.1, 0.1], **arguments)
+
+
+def manage_on_a_disk(rank: int, directory: Path) -> None:
+    disk = {} if rank == 0 else {"disk": directory / "missing" / "missing"}
+    manage_as(rank, [0, 0], [0.1, 0.1], **disk)
+
+
+def test_what_manage_refuses_on_one_rank_the_others_hear_of(tmp_path: Path) -> None:
+    with team(2) as pair:
+        heard, refused = pair.run(manage_on_a_disk, tmp_path, within_s=30)
+    assert isinstance(refused, DeviceError)
+    assert isinstance(heard, RankError)
+    assert heard.ranks == (1,)
+    assert "DeviceError" in str(heard)
 
 
 def train_until(rank: int, when: str) -> None:

@@ -128,10 +128,6 @@ class Exchange(ABC):
         """Has units resident."""
 
     @abstractmethod
-    def shard(self, unit: PlaneRef) -> Tensor:
-        """The bytes of a unit that is resident."""
-
-    @abstractmethod
     def take(self, names: Collection[str], shares: Iterable[tuple[int, Tensor]]) -> None:
         """Adds this rank's shares of gradients of these parameters to those in chunks."""
 
@@ -147,6 +143,7 @@ class Exchange(ABC):
         self.moment(phase, self._names_in[block][0], [Touch(unit) for unit in self.layout.units_of(block)])
         weights = BlockWeights({}, [], self.ours)
         with self.ours():
+            units = [self.binding.leases.take(unit) for unit in self.layout.units_of(block)]
             for group in dict.fromkeys(map(self.layout.group_of, self.layout.chunks_of[block])):
                 first = self.binding.access.parameters_in(group)[0]
                 held = self.binding.leases.living_copy(group)
@@ -156,6 +153,7 @@ class Exchange(ABC):
                     weights.coming.append(coming)
                 else:
                     coming.wait()  # nobody is to see what is not widened yet
+            del units  # none of which may leave while there is room made for copies
         return weights
 
     def make(self, group: str) -> Tensor:
@@ -168,7 +166,7 @@ class Exchange(ABC):
         arrives, tickets = whole if whole.dtype is kept else whole.view(kept)[whole.numel() :], []
         for unit, piece in self.pieces(group, arrives):
             mine = self.mine(piece)
-            mine.copy_(self.shard(unit))
+            mine.copy_(self.binding.leases.take(unit))
             tickets.append(self._others.gather(piece, mine, str(unit)))
         return Coming(whole, None if arrives is whole else arrives, tickets)
 

@@ -64,38 +64,44 @@ def assemble(
     source = Loading(model, named, memory.weights) if memory.weights is not None else None
     has = find_resources(memory)
     ranks = find_ranks(model, memory, device=has.device)
-    if memory.disk is not None:
-        expect_usable(memory.disk)
-    setup = set_up(
-        model,
-        named,
-        memory,
-        has,
-        # A frozen parameter needs more than its weight where it has a gradient or moments already.
-        trained=lambda p: optimizer is not None and (p.requires_grad or p.grad is not None or p in optimizer.state),
-        trains=optimizer is not None,
-        find_passes=choose_kernels,
-        ranks=ranks,
-    )
-    uncounted = uncounted_settings(os.environ) if setup.budgets.stream_device is not None else []
-    if uncounted:
-        _log.warning(
-            "PYTORCH_ALLOC_CONF has %s: with that torch gives out larger blocks than plans count, and a step may take more of the device than its "
-            "budget before the next is planned with it",
-            " and ".join(uncounted),
+    with ExitStack() as undo:
+        collectives = None
+        if ranks is not None:  # first of all: what fails here, the others hear of
+            collectives = Collectives(ranks, timeout_s=memory.options.collective_timeout)
+            undo.push(partial(_say_why, collectives))
+        if memory.disk is not None:
+            expect_usable(memory.disk)
+        setup = set_up(
+            model,
+            named,
+            memory,
+            has,
+            # A frozen parameter needs more than its weight where it has a gradient or moments already.
+            trained=lambda p: optimizer is not None and (p.requires_grad or p.grad is not None or p in optimizer.state),
+            trains=optimizer is not None,
+            find_passes=choose_kernels,
+            ranks=ranks,
         )
-    store = build_memory(setup, make_lane=make_lane)
-    collectives = None if ranks is None else Collectives(ranks, timeout_s=memory.options.collective_timeout)
-    try:
+        uncounted = uncounted_settings(os.environ) if setup.budgets.stream_device is not None else []
+        if uncounted:
+            _log.warning(
+                "PYTORCH_ALLOC_CONF has %s: with that torch gives out larger blocks than plans count, and a step may take more of the device than "
+                "its budget before the next is planned with it",
+                " and ".join(uncounted),
+            )
+        store = build_memory(setup, make_lane=make_lane)
+        undo.callback(store.close)
         if collectives is not None:
             expect_alike(named, optimizer, setup, collectives)
         parts = build_step(model, named, optimizer, setup, store, choice=choice, collectives=collectives)
-        return _begin(parts, optimizer, setup, source)
-    except BaseException as error:
-        store.close()
-        if collectives is not None:
-            collectives.close(f"manage() has ended with {type(error).__name__}: {error}")
-        raise
+        session = _begin(parts, optimizer, setup, source)
+        undo.pop_all()
+    return session
+
+
+def _say_why(collectives: Collectives, *how: object) -> None:
+    _, error, _ = how
+    collectives.close(f"manage() has ended with {type(error).__name__}: {error}")
 
 
 def find_ranks(model: nn.Module, memory: MemoryOptions, *, device: str) -> Ranks | None:
@@ -110,7 +116,7 @@ def find_ranks(model: nn.Module, memory: MemoryOptions, *, device: str) -> Ranks
     expect_unwrapped(model)
     refused = {
         'step="in_backward"': memory.step == "in_backward",
-        f'device="{device}"': device != "cpu",
+        f'device="{device}"': device not in ("cpu", "emulated"),
         "weights": memory.weights is not None,
     }
     later = [f"{what} over {group.size()} ranks comes later" for what, asked in refused.items() if asked]

@@ -54,10 +54,6 @@ class Gathering(Exchange):
         """Has units resident. Raises what `Executor.moment` raises."""
         self.executor.moment(phase, label, touches)
 
-    def shard(self, unit: PlaneRef) -> Tensor:
-        """The slot of a unit."""
-        return self.executor.store.tensor(unit)
-
     def take(self, names: Collection[str], shares: Iterable[tuple[int, Tensor]]) -> None:
         """Adds shares of gradients to those in chunks."""
         self.add_shares(names, shares)
@@ -83,7 +79,7 @@ class Gathering(Exchange):
             if not first.is_copied:
                 self._bring(group, writes=True, phase=phase)
                 for unit, piece in self.pieces(group, copy):
-                    self.shard(unit).copy_(self.mine(piece))
+                    self.binding.leases.take(unit).copy_(self.mine(piece))
                 return
             for unit, piece in self.pieces(group, copy):
                 part = Part(unit.chunk, 0, self.layout.chunk_numel, 0)

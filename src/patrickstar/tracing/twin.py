@@ -178,10 +178,6 @@ class TwinOfRanks(Exchange):
         """Writes a moment down."""
         self._twin.moment(phase, label, touches)
 
-    def shard(self, unit: PlaneRef) -> Tensor:
-        """A slot."""
-        return self._twin.slot(unit)
-
     def take(self, names: Collection[str], shares: Iterable[tuple[int, Tensor]]) -> None:
         """Writes down what is touched where shares of gradients are added."""
         wanted = set(names)
