@@ -14,6 +14,9 @@ BITS = f"{SESSION}::test_ranks_train_with_the_bits_of_one_process_that_has_all_g
 TREE = "tests/core/test_norm_tree.py"
 SHARED = "tests/optim/test_shared_norm.py"
 WRAPPED = "tests/session/test_wrapped.py::test_a_wrapper_around_a_managed_model_is_refused_before_anything_is_changed"
+FAULTS = "tests/session/test_faults_of_ranks.py"
+ODD = f"{FAULTS}::test_a_rank_that_does_something_else_is_an_error_on_all"
+ALIKE = f"{FAULTS}::test_ranks_that_are_not_alike_are_refused_before_anything_is_changed"
 KILLED = f"{FAILURES}::test_a_rank_that_is_killed_is_named_by_all_others"
 
 RANKS: tuple[Mutant, ...] = (
@@ -104,6 +107,34 @@ RANKS: tuple[Mutant, ...] = (
     Fault("DDP is given a model that lies in chunks", "parameters.attributes:Attributes._detach").by(
         drop("expect_no_wrapper"),
         f"{WRAPPED}[DistributedDataParallel-False-by DistributedDataParallel, around a managed model]",
+    ),
+    Fault("a gradient that is assigned is averaged by nobody", "parameters.gradient_access:GradientAccess.set").by(
+        replace("self.are_shared", "False"),
+        f"{FAULTS}::test_a_gradient_that_is_assigned_is_refused_and_may_be_changed_in_place",
+    ),
+    Fault("ranks may take other steps", "comm.collectives:Collectives._issue").by(
+        replace("self.past", "''"), f"{ODD}[another_rate-after step 2 by hyper-parameters-1]"
+    ),
+    Fault("a weight that one rank reads is gathered for a forward", "step.events:Events._notice_use").by(
+        always("self._depth", nth=2), f"{ODD}[reads_a_weight-for 0.0.weight outside of a forward-0]"
+    ),
+    Fault("a forward is refused by one rank", "step.gathering:Gathering.refused").by(
+        drop("self.collectives.agree"), f"{FAULTS}::test_a_budget_refused_on_one_rank_is_refused_on_all"
+    ),
+    Fault("the budget that is enough is one rank's", "plan.fit:of_machine").by(
+        replace("ranks * enough", "enough"),
+        f"{FAULTS}::test_a_budget_refused_on_all_ranks_says_which_is_enough",
+    ),
+    Fault("other ranks do not hear of what manage refuses", "session.assemble:assemble").by(
+        replace("collectives.close(...)", "None"),
+        f"{ALIKE}[small-rank 1: manage() has ended with BudgetError: host memory is-BudgetError]",
+    ),
+    Fault("a deferred model has the values of its random state now", "deferred.recipe:digest").by(
+        replace("call.random_state", "torch.get_rng_state()"), f"{FAULTS}::test_a_deferred_model_is_drawn_alike"
+    ),
+    Fault("an exception of all ranks costs the weights", "session.session:Session.__exit__").by(
+        replace("collectives.meet", "collectives.close"),
+        f"{FAULTS}::test_an_exception_that_all_ranks_have_leaves_the_weights",
     ),
     Fault("ranks need not be alike", "session.alike:expect_alike").by(
         replace("others", "()", nth=2), f"{SESSION}::test_ranks_that_are_not_alike_are_refused_by_manage"

@@ -15,12 +15,19 @@ from patrickstar.core.trace import Touch
 
 
 class Gathered:
-    """The groups that are there. `gather`: makes the weights of a group, 1-D, chunk after chunk."""
+    """The groups that are there.
+
+    Args:
+        gather: makes the weights of a group, 1-D, chunk after chunk.
+    Attributes:
+        where: words for the use under way, where it is not one by a forward or a backward: all ranks have it, or none.
+    """
 
     def __init__(self, layout: ShardLayout, gather: Callable[[str], Tensor]) -> None:
         self._layout = layout
         self._gather = gather
         self.there: dict[str, Tensor] = {}
+        self.where = ""
 
     def use(self, touches: Iterable[Touch]) -> None:
         """Gathers the groups of these weights, as far as they are not there."""

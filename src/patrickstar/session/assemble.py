@@ -16,6 +16,7 @@ from patrickstar.comm.ranks import Ranks, group_of
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.loss_scale import LossScale
 from patrickstar.config.problems import refuse
+from patrickstar.errors import BudgetError
 from patrickstar.hooks import watch_root
 from patrickstar.memory.filesystem import expect_usable
 from patrickstar.memory.links import MakeLane
@@ -23,6 +24,7 @@ from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.user_optimizer import check_optimizer
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.parameters.wrappers import expect_unwrapped
+from patrickstar.plan.fit import of_machine
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.adopt import take_over
 from patrickstar.session.alike import expect_alike
@@ -59,12 +61,39 @@ def assemble(
     Raises:
         what `manage` raises: model and optimizer are then as before.
     """
+    group = group_of(memory.mesh)
+    if group is None or group.size() == 1:
+        return _assembled(model, optimizer, memory, None, make_lane=make_lane, choice=choice)
+    # First of all: the others hear of whatever this rank refuses.
+    collectives = Collectives(Ranks(group), timeout_s=memory.options.collective_timeout)
+    try:
+        return _assembled(model, optimizer, memory, collectives, make_lane=make_lane, choice=choice)
+    except BaseException as error:
+        who = collectives.ranks.names([collectives.ranks.rank])
+        collectives.close(f"{who}: manage() has ended with {type(error).__name__}: {error}")
+        if isinstance(error, BudgetError):
+            raise of_machine(error, error.smallest_bytes, collectives.ranks.local_size) from None
+        raise
+
+
+def _assembled(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    memory: MemoryOptions,
+    collectives: Collectives | None,
+    *,
+    make_lane: MakeLane | None,
+    choice: UpdateChoice,
+) -> Session:
     named = check_model(model)
     if optimizer is not None:
         check_optimizer(optimizer, names_by_id(named))
     source = Loading(model, named, memory.weights) if memory.weights is not None else None
     has = find_resources(memory)
-    ranks = find_ranks(model, memory, device=has.device)
+    ranks = None if collectives is None else collectives.ranks
+    if ranks is not None:
+        expect_unwrapped(model)
+        expect_known_over_ranks(model, memory, ranks, device=has.device)
     if memory.disk is not None:
         expect_usable(memory.disk)
     setup = set_up(
@@ -86,29 +115,18 @@ def assemble(
             " and ".join(uncounted),
         )
     store = build_memory(setup, make_lane=make_lane)
-    collectives = None if ranks is None else Collectives(ranks, timeout_s=memory.options.collective_timeout)
     try:
         if collectives is not None:
             expect_alike(named, optimizer, setup, collectives)
         parts = build_step(model, named, optimizer, setup, store, choice=choice, collectives=collectives)
         return _begin(parts, optimizer, setup, source)
-    except BaseException as error:
+    except BaseException:
         store.close()
-        if collectives is not None:
-            collectives.close(f"manage() has ended with {type(error).__name__}: {error}")
         raise
 
 
-def find_ranks(model: nn.Module, memory: MemoryOptions, *, device: str) -> Ranks | None:
-    """The ranks of the mesh, or of the default process group; None where there is one process. `device`: what computes.
-
-    Raises:
-        ConfigError: what is asked for does not go over ranks yet. StateError: the model is wrapped to go over ranks another way.
-    """
-    group = group_of(memory.mesh)
-    if group is None or group.size() == 1:
-        return None
-    expect_unwrapped(model)
+def expect_known_over_ranks(model: nn.Module, memory: MemoryOptions, ranks: Ranks, *, device: str) -> None:
+    """Raises ConfigError where what is asked for does not go over ranks yet. `device`: what computes."""
     kept = memory.precision or model_precision(model)
     refused = {
         'step="in_backward"': memory.step == "in_backward",
@@ -116,9 +134,12 @@ def find_ranks(model: nn.Module, memory: MemoryOptions, *, device: str) -> Ranks
         f'device="{device}"': device != "cpu",
         "weights": memory.weights is not None,
     }
-    later = [f"{what} over {group.size()} ranks comes later" for what, asked in refused.items() if asked]
-    refuse(later, of="manage")
-    return Ranks(group)
+    problems = [f"{what} over {ranks.size} ranks comes later" for what, asked in refused.items() if asked]
+    if any(parameter.grad is not None for parameter in model.parameters()):
+        problems.append(
+            f"there are gradients from before manage(), over {ranks.size} ranks: each rank's own, or averaged? Call optimizer.zero_grad() first"
+        )
+    refuse(problems, of="manage")
 
 
 def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, source: Loading | None) -> Session:

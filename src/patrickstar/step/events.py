@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Phase, Touch
-from patrickstar.errors import StateError, some
+from patrickstar.errors import BudgetError, StateError, some
 from patrickstar.hooks import frames, is_running_in
 from patrickstar.memory.leases import AssembledKey, CopyKey, WeightKey
 from patrickstar.parameters.binding import Binding
@@ -48,7 +48,8 @@ class Events(Owner):
     Attributes:
         registered: the model, and what it has. compute: the type that inputs are cast to.
         handed_out: memory that others may write to. outside: a parameter that no block owns, if there is one.
-        advice: gives what is added where a call is refused. seconds: durations of the last forward and backward.
+        advice: gives what is added where a call is refused. refused: gives what is raised where a forward does not fit.
+        seconds: durations of the last forward and backward.
         is_closed: whether the session is.
     """
 
@@ -70,6 +71,7 @@ class Events(Owner):
     advice: Callable[[], str] = field(init=False)
 
     gathered: Gathered | None = None
+    refused: Callable[[BudgetError], BudgetError] = lambda refusal: refusal
     seconds: dict[str, float] = field(default_factory=lambda: {"forward": 0.0, "backward": 0.0})
     is_closed: bool = False
     _process: int = field(default_factory=os.getpid)
@@ -86,8 +88,8 @@ class Events(Owner):
         if self.handed_out.watched:
             self.handed_out.check()
         if backward_id() == -1:
-            if self.gathered is not None and not self._depth:
-                expect_no_wrapper(f"{label} was used")
+            if self.gathered is not None:
+                self._notice_use(self.gathered, label)
             self.executor.moment(Phase.FORWARD, label, touches)
         else:
             self._in_backward = True
@@ -95,6 +97,12 @@ class Events(Owner):
             self.executor.moment(Phase.RECOMPUTE, label, touches)
         if self.gathered is not None:
             self.gathered.use(touches)
+
+    def _notice_use(self, gathered: Gathered, label: str) -> None:
+        """Notes whether a weight is used by a forward of the model."""
+        if not self._depth:
+            expect_no_wrapper(f"{label} was used")
+        gathered.where = "" if self._depth else f" for {label} outside of a forward"
 
     def carry_out_pending(self) -> None:
         self.executor.update_held()
@@ -216,7 +224,10 @@ class Events(Owner):
             self.binding.whole.take_back(for_forward=True)
         with self.executor.lock:
             _expect_alone(self)
-            self.stretches.begin_forward(self.registered, args, kwargs)
+            try:
+                self.stretches.begin_forward(self.registered, args, kwargs)
+            except BudgetError as refusal:
+                raise self.refused(refusal) from None
         self.touches.begin_forward()
         self._depth = 1
         self._caller = next(frame for frame in frames() if frame.f_globals["__name__"] == nn.Module.__module__)

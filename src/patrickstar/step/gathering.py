@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 
@@ -23,9 +23,12 @@ from patrickstar.core.norm_tree import shares_by_rank
 from patrickstar.core.planes import WEIGHT, PlaneRef
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.trace import Phase, Touch
+from patrickstar.errors import BudgetError, RankError
+from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.shared_norm import SharedNorm
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.gathered import Gathered
+from patrickstar.plan.fit import of_machine
 from patrickstar.step.executor import Executor
 
 
@@ -36,18 +39,28 @@ class Gathering:
     Attributes:
         collectives: of all ranks, which do the same ones in the same order.
         postpones: how many contexts say that gradients are not to be reduced. kept: those that wait for that, in fp32, by name.
+        steps: of the optimizer, so far.
     """
 
     layout: ShardLayout
     executor: Executor
     collectives: Collectives
     postpones: int = 0
+    steps: int = 0
     kept: dict[str, Tensor] = field(default_factory=dict)
     binding: Binding = field(init=False)
 
     def __post_init__(self) -> None:
         self.gathered = Gathered(self.layout, self._whole)
         self.shares_of = cache(partial(shares_by_rank, self.layout))
+
+    def refused(self, refusal: BudgetError) -> BudgetError:
+        """The refusal of a forward, with the budget that is enough on all ranks. None goes on with it: each has refused it, too, or fails."""
+        enough = refusal.smallest_bytes
+        with suppress(RankError):
+            of_all = self.collectives.agree(b"%d" % enough, "on no forward: it does not fit")
+            enough = max(map(int, of_all))
+        return of_machine(refusal, enough, self.collectives.ranks.local_size)
 
     # weights
 
@@ -94,6 +107,12 @@ class Gathering:
             self.collectives.gather(whole, share, f"c{chunk} of {name}").wait()
             flat[begin : begin + stop - start].copy_(whole[start:stop])
 
+    def stepped(self, hypers: Mapping[str, Hyper]) -> None:
+        """Notes a step, which all ranks must have taken alike by the next collective: with the same learning rates, say."""
+        self.steps += 1
+        kinds = hashlib.sha256(str([len(hypers), *dict.fromkeys(hypers.values())]).encode()).hexdigest()[:8]
+        self.collectives.past = f"after step {self.steps} by hyper-parameters {kinds}"
+
     # the norm
 
     def norm(self, names: Collection[str]) -> SharedNorm:
@@ -122,7 +141,8 @@ class Gathering:
 
     def _gather(self, group: str, whole: Tensor) -> None:
         tensor_of, gather = self.executor.store.tensor, self.collectives.gather
-        under_way = [gather(piece, tensor_of(ref), str(ref)) for ref, piece in self._pieces(group, whole)]
+        where = self.gathered.where
+        under_way = [gather(piece, tensor_of(ref), f"{ref}{where}") for ref, piece in self._pieces(group, whole)]
         for ticket in under_way:
             ticket.wait()
 
