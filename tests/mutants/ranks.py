@@ -18,6 +18,9 @@ SHARED = "tests/optim/test_shared_norm.py"
 WRAPPED = "tests/session/test_wrapped.py::test_a_wrapper_around_a_managed_model_is_refused_before_anything_is_changed"
 ORDER = "tests/parameters/test_call_order.py"
 STEP = "a_step_gathers_one_block_ahead_and_sends_a_block_when_the_next_backward_begins"
+FAULTS = "tests/session/test_faults_of_ranks.py"
+ODD = f"{FAULTS}::test_a_rank_that_does_something_else_is_an_error_on_all"
+ALIKE = f"{FAULTS}::test_ranks_that_are_not_alike_are_refused_before_anything_is_changed"
 KILLED = f"{FAILURES}::test_a_rank_that_is_killed_is_named_by_all_others"
 
 
@@ -170,8 +173,33 @@ RANKS: tuple[Mutant, ...] = (
         never("self.gathering.kept"),
         f"{SESSION}::test_gradients_are_those_of_all_ranks_outside_of_no_sync_and_nobodys_inside[2 ranks]",
     ),
-    Fault("what fails in manage() is kept to itself", "session.assemble:assemble").by(
-        drop("undo.push"), f"{SESSION}::test_what_manage_refuses_on_one_rank_the_others_hear_of"
+    Fault("a gradient that is assigned is averaged by nobody", "parameters.gradient_access:GradientAccess.set").by(
+        replace("self.are_shared", "False"),
+        f"{FAULTS}::test_a_gradient_that_is_assigned_is_refused_and_may_be_changed_in_place",
+    ),
+    Fault("ranks may take other steps", "comm.collectives:Collectives._issue").by(
+        replace("self.past", "''"), f"{ODD}[another_rate-after step 2 by hyper-parameters-1]"
+    ),
+    Fault("a weight that one rank reads is gathered for a forward", "step.events:_gathered").by(
+        never("is_outside", nth=2), f"{ODD}[reads_a_weight-for 0.0.weight outside of a forward-0]"
+    ),
+    Fault("a forward is refused by one rank", "step.gathering:Gathering.refused").by(
+        drop("self.collectives.agree"), f"{FAULTS}::test_a_budget_refused_on_one_rank_is_refused_on_all"
+    ),
+    Fault("the budget that is enough is one rank's", "plan.fit:of_machine").by(
+        replace("ranks * enough", "enough"),
+        f"{FAULTS}::test_a_budget_refused_on_all_ranks_says_which_is_enough",
+    ),
+    Fault("other ranks do not hear of what manage refuses", "session.assemble:assemble").by(
+        replace("collectives.close(...)", "None"),
+        f"{ALIKE}[small-rank 1: manage() has ended with BudgetError: host memory is-BudgetError]",
+    ),
+    Fault("a deferred model has the values of its random state now", "deferred.recipe:digest").by(
+        replace("call.random_state", "torch.get_rng_state()"), f"{FAULTS}::test_a_deferred_model_is_drawn_alike"
+    ),
+    Fault("an exception of all ranks costs the weights", "session.session:Session.__exit__").by(
+        replace("collectives.meet", "collectives.close"),
+        f"{FAULTS}::test_an_exception_that_all_ranks_have_leaves_the_weights",
     ),
     Fault("ranks need not be alike", "session.alike:expect_alike").by(
         replace("others", "()", nth=2), f"{SESSION}::test_ranks_that_are_not_alike_are_refused_by_manage"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import patrickstar
 from patrickstar.errors import ConfigError, DeviceError, RankError, StateError
@@ -53,7 +54,24 @@ def tied() -> nn.Module:
     return model
 
 
-MODELS = {build.__name__: build for build in (mlp, experts, tied)}
+class Again(nn.Module):
+    """A block is called twice, one not at all, and two are computed again in the backward, in torch's two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([*mlp(), nn.Sequential(nn.Linear(48, 48), nn.Dropout(0.2))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, unused, third, last = self.blocks
+        x = first(second(first(x)))
+        return checkpoint(last, checkpoint(third, x, use_reentrant=False), use_reentrant=True)
+
+
+def again() -> nn.Module:
+    return Again()
+
+
+MODELS = {build.__name__: build for build in (mlp, experts, tied, again)}
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
@@ -68,6 +86,7 @@ def inputs(rank: int, step: int, part: int) -> Tensor:
 
 
 def loss_of(model: nn.Module, rank: int, step: int, part: int = 0) -> Tensor:
+    torch.manual_seed(100 * step + 10 * part + rank)  # of what a dropout draws
     loss: Tensor = model(inputs(rank, step, part)).square().mean()
     return loss
 
@@ -85,10 +104,8 @@ def plain(name: str, size: int, parts: int, clip: float | None, syncs: bool) -> 
             for rank, own in enumerate(alone):
                 loss = loss_of(model, rank, step, part)
                 losses[rank].append(loss.item())
-                gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-                for key, gradient in zip(trained, gradients, strict=True):
-                    if gradient is not None:
-                        own[key] = own[key] + gradient if key in own else gradient
+                for key, gradient in gradients_of(loss, trained).items():
+                    own[key] = own[key] + gradient if key in own else gradient
             if syncs or part == parts - 1:
                 for key in trained:
                     if found := [own[key] for own in alone if key in own]:
@@ -106,6 +123,17 @@ def plain(name: str, size: int, parts: int, clip: float | None, syncs: bool) -> 
         "exp_avg": states,
         "norms": norms,
     }
+
+
+def gradients_of(loss: Tensor, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    kept = {key: p.grad for key, p in trained.items()}
+    for p in trained.values():
+        p.grad = None
+    loss.backward()  # which checkpointing wants, not `torch.autograd.grad`
+    found = {key: p.grad for key, p in trained.items() if p.grad is not None}
+    for key, p in trained.items():
+        p.grad = kept[key]
+    return found
 
 
 def clip_as_defined(named: Mapping[str, nn.Parameter], clip: float) -> float:
@@ -161,6 +189,7 @@ ROWS = [
     ("experts", 2, 1e-3, False, {}),
     ("tied", 2, None, True, {}),
     ("mlp", 1, None, True, {"host_memory": 320 << 10, "disk": True}),
+    ("again", 2, 1e-3, True, {}),
 ]
 
 

@@ -60,12 +60,14 @@ class Collectives:
         timeout_s: the longest time to wait for other ranks. poll_s: how often the watch looks.
 
     Attributes:
+        ranks: which they are. past: words for what all of them have done alike so far, which is compared with every collective.
         sent_bytes: data that this rank has sent. announced_bytes: what it has sent besides: announcements, flags and values to agree on.
     """
 
     def __init__(self, ranks: Ranks, *, timeout_s: float = 600.0, poll_s: float = 0.25) -> None:
         self.sent_bytes = self.announced_bytes = 0
-        self._ranks = ranks
+        self.past = ""
+        self.ranks = self._ranks = ranks
         self._timeout_s = timeout_s
         self._process = os.getpid()
         self._me = ranks.names([ranks.rank])
@@ -161,6 +163,16 @@ class Collectives:
         self._issue("agree", what, "", act, ()).wait()
         return values
 
+    def meet(self, what: str, *, within_s: float) -> None:
+        """Waits until all ranks are about to do the same. Where they are not, or one does not come for so long, all calls of all ranks fail."""
+        ticket = self._issue("agree", what, "", lambda: None, ())
+        patience = Patience(within_s)
+        while not ticket.done and not patience.is_over:
+            time.sleep(_LONGEST_PAUSE_S)
+        if not ticket.done:
+            reason = f"{self._me} was about to {what}, and the others were not within {within_s:g} s"
+            self._failed(News((self._ranks.rank,), what, reason))
+
     def close(self, reason: str = "") -> None:
         """Takes part in nothing any more, and tells the others. Waits for nobody; what is under way fails."""
         with self._lock:
@@ -192,7 +204,8 @@ class Collectives:
             if self._closed:
                 _set(end, StateError("communication between ranks is closed"))
             self._under_way[number] = end
-            self._queue.put(_Collective(number, f"{kind} {what}", detail, act, tuple(after), end))
+            alike = ", ".join(filter(None, (detail, self.past)))
+            self._queue.put(_Collective(number, f"{kind} {what}", alike, act, tuple(after), end))
         end.add_done_callback(lambda _: self._under_way.pop(number, None))
         self._fail_what_cannot_be()
         return ThreadTicket(end)

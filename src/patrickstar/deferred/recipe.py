@@ -10,6 +10,7 @@ Note [Recipes]
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -120,6 +121,23 @@ def replay(cell: Cell) -> torch.UntypedStorage:
                 if not uses[id(operand.cell)] and operand.cell is not cell:
                     storages.pop(id(operand.cell), None)  # nothing needs it any more
     return storages[id(cell)] if id(cell) in storages else room(cell.nbytes)
+
+
+def digest(cell: Cell) -> bytes:
+    """The digest of what makes the contents of a storage: alike, where these will be."""
+    found = hashlib.sha256()
+    for call in _needed(cell):
+        for leaf in (call.func, *call.leaves, call.random_state):
+            match leaf:
+                case torch.Generator():
+                    found.update(leaf.get_state().numpy().data)
+                case Tensor():
+                    found.update(leaf.contiguous().view(-1).view(torch.uint8).numpy().data)
+                case Operand():
+                    found.update(str((leaf.shape, leaf.stride, leaf.offset)).encode())
+                case _:
+                    found.update(str(leaf).encode())
+    return found.digest()
 
 
 def _needed(cell: Cell) -> list[Call]:

@@ -26,6 +26,7 @@ from patrickstar.deferred.recipe import (
     Call,
     Cell,
     can_replay_in,
+    digest,
     over,
     replay,
     replay_in,
@@ -132,6 +133,12 @@ class DeferredRecorder:
             cell = self._storages.cell(parameter)
             assert cell is not None, "a parameter without a record"
             return over(replay(cell), operand(parameter, cell, None))
+
+    def digest(self, parameter: Tensor) -> bytes:
+        """The digest of what makes a parameter's values: alike, where these will be."""
+        with torch.inference_mode(False), _apart():
+            cell = self._storages.cell(parameter)
+            return b"" if cell is None else digest(cell)
 
     def can_make_in(self, parameter: Tensor, dtype: torch.dtype) -> bool:
         """Tells whether a parameter's values can be made in memory of this type that is theirs, without any other."""

@@ -52,6 +52,7 @@ class CallOrder:
         names: of parameters, in the order in which a model has them.
 
     Attributes:
+        where: words for the use under way, where it is not one by a forward or a backward: all ranks have it, or none.
         there: the weights that are gathered, by block; "" for what no block owns. blocks: those of the model, in its order.
         next_blocks: the block that comes after another, in forwards and in backwards (True): in the model's order, until calls have shown another.
     """
@@ -59,6 +60,7 @@ class CallOrder:
     def __init__(self, layout: ShardLayout, exchange: Exchanging, names: Iterable[str]) -> None:
         self._layout = layout
         self._exchange = exchange
+        self.where = ""
         self.there: dict[str, Gathered] = {}
         self.blocks = tuple(dict.fromkeys(block for block in map(layout.block, names) if block))
         self.next_blocks = {(False, one): other for one, other in pairwise(self.blocks)}

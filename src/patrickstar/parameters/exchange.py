@@ -167,7 +167,7 @@ class Exchange(ABC):
         for unit, piece in self.pieces(group, arrives):
             mine = self.mine(piece)
             mine.copy_(self.binding.leases.take(unit))
-            tickets.append(self._others.gather(piece, mine, str(unit)))
+            tickets.append(self._others.gather(piece, mine, f"{unit}{self.order.where}"))
         return Coming(whole, None if arrives is whole else arrives, tickets)
 
     def mine(self, chunk: Tensor) -> Tensor:

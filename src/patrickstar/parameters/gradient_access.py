@@ -38,6 +38,7 @@ class GradientAccess:
         comes: is told of one that autograd is about to add to `p.grad`, where parameters keep their bytes and somebody has to know.
         own: the parameters whose gradient is the user's own, by name. stay: True where gradients stay the tensors that autograd made.
         are_used: True where gradients are used as they come. used: what stands for them then, where parameters keep their bytes.
+        are_shared: True where gradients are those of all ranks, averaged.
         widen: True where gradients that are more than 16 bits can hold (of several backwards, or multiplied) lie in chunks, wherever parameters do.
         shown: what `p.grad` has been made to be, of parameters that are ordinary ones.
     """
@@ -67,6 +68,7 @@ class GradientAccess:
         self.arrives: Callable[[BoundParameter], None] = lambda _: None
         self.used = UsedGradients(assembled, access.records)
         self.are_used = use is GradientUse.UPDATE
+        self.are_shared = False
         self.widen = use is GradientUse.CHUNK and narrow
         self.own: set[str] = set()
         self.comes: Callable[[str], None] = lambda _: None
@@ -173,6 +175,11 @@ class GradientAccess:
             what = title(other.source.key)
             raise StateError(
                 f"{bound.name}.grad was assigned {what}, which lies in chunks and cannot be another's: assign a copy, {what}.clone()"
+            )
+        if value is not None and self.are_shared:
+            raise StateError(
+                f"{bound.name}.grad was assigned a tensor: over ranks gradients are averaged as backwards end, and this one would not be. Change "
+                "the one that is there, in place and on all ranks alike (p.grad.mul_(x), p.grad.copy_(t))"
             )
         if value is not None and self._owner.is_spent(bound.name):
             raise StateError(f"{bound.name}.grad was assigned a tensor after {USED}")

@@ -220,6 +220,14 @@ def advise(refusal: BudgetError, enough: Mapping[str, int], *, more: str = "") -
     return BudgetError(f"{problem}{_FITS}{_OR.join(fits)}{more}", **told)
 
 
+def of_machine(refusal: BudgetError, enough: int, ranks: int) -> BudgetError:
+    """The refusal with the budget of a host or a disk that so many ranks share, of which each needs `enough`."""
+    if refusal.tier == Tier.DEVICE.label or not enough:
+        return refusal
+    more = f"\n  of which each of {ranks} ranks has its part; the other numbers are those of one rank"
+    return advise(refusal, {refusal.tier: ranks * enough}, more=more)
+
+
 def _budget(tier: str, nbytes: int) -> str:
     return f"{tier}_memory >= {format_budget(nbytes)}"
 

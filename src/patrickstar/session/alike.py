@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from patrickstar.comm.collectives import Collectives
 from patrickstar.config.arguments import MemoryOptions
+from patrickstar.core.machine import Tier
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.deferred.deferred_init import deferred_by
 from patrickstar.errors import RankError
+from patrickstar.optim.user_optimizer import read_state
 from patrickstar.session.start import Setup
 
 _ADVICE: Final = MappingProxyType(
@@ -26,6 +28,7 @@ _ADVICE: Final = MappingProxyType(
         "the optimizer": "give all ranks the same optimizer with the same groups",
         "the options": "give manage() the same arguments on all ranks",
         "the version of torch": "install the same one for all ranks",
+        "the optimizer's state": "load the same one on all ranks, or none",
     }
 )
 
@@ -40,38 +43,44 @@ def expect_alike(
     assert isinstance(setup.layout, ShardLayout)
     groups = [] if optimizer is None else optimizer.param_groups
     names = {id(parameter): name for name, parameter in named.items()}
+    states = {} if optimizer is None else read_state(optimizer, names)
+    alike = [
+        {key: [names[id(p)] for p in value] if key == "params" else value for key, value in group.items()}
+        for group in groups
+    ]
+    host_bytes = setup.budgets.machine.budget[Tier.HOST] if setup.budgets.host_binds else None
     facts = {
         "the version of torch": torch.__version__,
         "the parameters": str({name: (*parameter.shape, parameter.dtype) for name, parameter in named.items()}),
-        "the optimizer": str(
-            [
-                {key: [names[id(p)] for p in value] if key == "params" else value for key, value in group.items()}
-                for group in groups
-            ]
-        ),
-        "the options": f"{_shared(setup.memory)} {setup.precision.compute} {setup.layout.whole}",
-        "the values of parameters": _digest(named),
+        "the optimizer": f"{type(optimizer).__name__} {alike}",
+        "the options": f"{_shared(setup.memory)} {host_bytes} {setup.precision.compute} {setup.layout.whole}",
+        "the values of parameters": _digest(named.values()),
+        "the optimizer's state": str({name: state.step for name, state in states.items()})
+        + _digest(moment for state in states.values() for moment in (state.exp_avg, state.exp_avg_sq)),
     }
     mine = json.dumps({name: hashlib.sha256(fact.encode()).hexdigest() for name, fact in facts.items()})
     of_all = [json.loads(text) for text in collectives.agree(mine.encode(), "what manage() was given")]
+    ranks = collectives.ranks
     for name in facts:
         others = tuple(rank for rank, theirs in enumerate(of_all) if theirs[name] != of_all[0][name])
         if others:
             raise RankError(
-                f"manage(): {name} differ between rank 0 and ranks {others}: {_ADVICE[name]}",
-                ranks=others,
+                f"manage(): {name} differ between {ranks.names([0])} and {ranks.names(others)}: {_ADVICE[name]}",
+                ranks=ranks.numbers(others),
                 action="manage()",
                 reason=f"{name} differ",
             )
 
 
-def _digest(named: Mapping[str, nn.Parameter]) -> str:
-    """Digest of the values that are there; what is to be drawn is drawn by all alike, if their random states are."""
+def _digest(tensors: Iterable[Tensor]) -> str:
+    """The digest of the values that are there, and of what makes those that are not."""
     found = hashlib.sha256()
-    for parameter in named.values():
-        recorder = deferred_by(parameter)
-        value = torch.random.get_rng_state() if recorder is not None else parameter.detach()
-        found.update(value.contiguous().view(-1).view(torch.uint8).numpy().data)
+    for tensor in tensors:
+        recorder = deferred_by(tensor)
+        if recorder is not None:
+            found.update(recorder.digest(tensor))
+        else:
+            found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

@@ -16,6 +16,7 @@ from patrickstar.comm.ranks import Ranks, group_of
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.loss_scale import LossScale
 from patrickstar.config.problems import refuse
+from patrickstar.errors import BudgetError
 from patrickstar.hooks import watch_root
 from patrickstar.memory.filesystem import expect_usable
 from patrickstar.memory.links import MakeLane
@@ -23,6 +24,7 @@ from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.user_optimizer import check_optimizer
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.parameters.wrappers import expect_unwrapped
+from patrickstar.plan.fit import of_machine
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.adopt import take_over
 from patrickstar.session.alike import expect_alike
@@ -58,70 +60,83 @@ def assemble(
     Raises:
         what `manage` raises: model and optimizer are then as before.
     """
+    group = group_of(memory.mesh)
+    if group is None or group.size() == 1:
+        return _assembled(model, optimizer, memory, None, make_lane=make_lane, choice=choice)
+    # First of all: the others hear of whatever this rank refuses.
+    collectives = Collectives(Ranks(group), timeout_s=memory.options.collective_timeout)
+    try:
+        return _assembled(model, optimizer, memory, collectives, make_lane=make_lane, choice=choice)
+    except BaseException as error:
+        who = collectives.ranks.names([collectives.ranks.rank])
+        collectives.close(f"{who}: manage() has ended with {type(error).__name__}: {error}")
+        if isinstance(error, BudgetError):
+            raise of_machine(error, error.smallest_bytes, collectives.ranks.local_size) from None
+        raise
+
+
+def _assembled(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    memory: MemoryOptions,
+    collectives: Collectives | None,
+    *,
+    make_lane: MakeLane | None,
+    choice: UpdateChoice,
+) -> Session:
     named = check_model(model)
     if optimizer is not None:
         check_optimizer(optimizer, names_by_id(named))
     source = Loading(model, named, memory.weights) if memory.weights is not None else None
     has = find_resources(memory)
-    ranks = find_ranks(model, memory, device=has.device)
-    with ExitStack() as undo:
-        collectives = None
-        if ranks is not None:  # first of all: what fails here, the others hear of
-            collectives = Collectives(ranks, timeout_s=memory.options.collective_timeout)
-            undo.push(partial(_say_why, collectives))
-        if memory.disk is not None:
-            expect_usable(memory.disk)
-        setup = set_up(
-            model,
-            named,
-            memory,
-            has,
-            # A frozen parameter needs more than its weight where it has a gradient or moments already.
-            trained=lambda p: optimizer is not None and (p.requires_grad or p.grad is not None or p in optimizer.state),
-            trains=optimizer is not None,
-            find_passes=choose_kernels,
-            ranks=ranks,
+    ranks = None if collectives is None else collectives.ranks
+    if ranks is not None:
+        expect_unwrapped(model)
+        expect_known_over_ranks(model, memory, ranks, device=has.device)
+    if memory.disk is not None:
+        expect_usable(memory.disk)
+    setup = set_up(
+        model,
+        named,
+        memory,
+        has,
+        # A frozen parameter needs more than its weight where it has a gradient or moments already.
+        trained=lambda p: optimizer is not None and (p.requires_grad or p.grad is not None or p in optimizer.state),
+        trains=optimizer is not None,
+        find_passes=choose_kernels,
+        ranks=ranks,
+    )
+    uncounted = uncounted_settings(os.environ) if setup.budgets.stream_device is not None else []
+    if uncounted:
+        _log.warning(
+            "PYTORCH_ALLOC_CONF has %s: with that torch gives out larger blocks than plans count, and a step may take more of the device than its "
+            "budget before the next is planned with it",
+            " and ".join(uncounted),
         )
-        uncounted = uncounted_settings(os.environ) if setup.budgets.stream_device is not None else []
-        if uncounted:
-            _log.warning(
-                "PYTORCH_ALLOC_CONF has %s: with that torch gives out larger blocks than plans count, and a step may take more of the device than "
-                "its budget before the next is planned with it",
-                " and ".join(uncounted),
-            )
-        store = build_memory(setup, make_lane=make_lane)
-        undo.callback(store.close)
+    store = build_memory(setup, make_lane=make_lane)
+    try:
         if collectives is not None:
             expect_alike(named, optimizer, setup, collectives)
         parts = build_step(model, named, optimizer, setup, store, choice=choice, collectives=collectives)
-        session = _begin(parts, optimizer, setup, source)
-        undo.pop_all()
-    return session
+        return _begin(parts, optimizer, setup, source)
+    except BaseException:
+        store.close()
+        raise
 
 
-def _say_why(collectives: Collectives, *how: object) -> None:
-    _, error, _ = how
-    collectives.close(f"manage() has ended with {type(error).__name__}: {error}")
-
-
-def find_ranks(model: nn.Module, memory: MemoryOptions, *, device: str) -> Ranks | None:
-    """The ranks of the mesh, or of the default process group; None where there is one process. `device`: what computes.
-
-    Raises:
-        ConfigError: what is asked for does not go over ranks yet. StateError: the model is wrapped to go over ranks another way.
-    """
-    group = group_of(memory.mesh)
-    if group is None or group.size() == 1:
-        return None
-    expect_unwrapped(model)
+def expect_known_over_ranks(model: nn.Module, memory: MemoryOptions, ranks: Ranks, *, device: str) -> None:
+    """Raises ConfigError where what is asked for does not go over ranks yet. `device`: what computes."""
     refused = {
         'step="in_backward"': memory.step == "in_backward",
         f'device="{device}"': device not in ("cpu", "emulated"),
         "weights": memory.weights is not None,
     }
-    later = [f"{what} over {group.size()} ranks comes later" for what, asked in refused.items() if asked]
-    refuse(later, of="manage")
-    return Ranks(group)
+    problems = [f"{what} over {ranks.size} ranks comes later" for what, asked in refused.items() if asked]
+    if any(parameter.grad is not None for parameter in model.parameters()):
+        problems.append(
+            f"there are gradients from before manage(), over {ranks.size} ranks: each rank's own, or averaged? Call optimizer.zero_grad() first"
+        )
+    refuse(problems, of="manage")
 
 
 def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, source: Loading | None) -> Session:

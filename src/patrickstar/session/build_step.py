@@ -175,7 +175,8 @@ def build_step(
     events.masters, masters.binding = gathering or masters, binding
     if gathering is not None:
         gathering.binding, gathering.add_shares = binding, in_chunks.add_shares
-        binding.kept_bytes = gathering.kept_bytes
+        binding.kept_bytes, binding.gradients.are_shared = gathering.kept_bytes, True
+        events.refused = gathering.refused
     events.assembling = Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=updates.steps)
     events.outside = next((named[name] for name in named if all(name not in place.names for place in places)), None)
     events.advice = lambda: (

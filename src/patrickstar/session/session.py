@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from patrickstar.checkpoint.lazy_state_dict import LazyStateDict
 from patrickstar.core.trace import Trace
-from patrickstar.errors import ConfigError, StateError
+from patrickstar.errors import ConfigError, RankError, StateError
 from patrickstar.memory.device_failure import noticed_at
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.plan.plan import Plan
@@ -25,6 +25,8 @@ from patrickstar.session.saving import Saving
 from patrickstar.session.stats import Stats, gather_stats
 from patrickstar.step.training import Training
 from patrickstar.units import parse_size
+
+_OTHERS_COME_S: Final = 10.0
 
 
 class Session:
@@ -229,6 +231,7 @@ class Session:
             keep_weights: False: the weights are not wanted; parameters become meta tensors, at once and without a warning.
         Raises:
             DeviceError: the disk or the device does not give weights back. What was read stays; another call tries the rest, or gives them up.
+            RankError: other ranks do something else, or are gone: the session is closed, and parameters are meta tensors.
         """
         if self._parts.events.is_closed:
             return
@@ -238,12 +241,20 @@ class Session:
             self._closing = self._make_closing(optimizer=self.optimizer, keep_weights=keep_weights)
         elif not keep_weights:
             self._closing.give_up()
+        lost: RankError | None = None
         with noticed_at("close()"):
-            self._closing.run()
+            try:
+                self._closing.run()
+            except RankError as error:
+                lost = error
+                self._closing.give_up()
+                self._closing.run()
         self._parts.events.is_closed = True
         self._parts.events.session_name = repr(self)
         if self.unclosed is not None:
             self.unclosed.detach()
+        if lost is not None:
+            raise lost
 
     def __enter__(self) -> Session:
         self._parts.expect_open()
@@ -252,4 +263,12 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        collectives = self._parts.collectives
+        if error is not None and collectives is not None and not self._parts.events.is_closed:
+            # Whoever has no such error is told of it: only all together have the weights.
+            collectives.meet(f"close after {type(error).__name__}", within_s=_OTHERS_COME_S)
+        try:
+            self.close()
+        except RankError:
+            if error is None:
+                raise

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Phase, Touch
-from patrickstar.errors import StateError, some
+from patrickstar.errors import BudgetError, StateError, some
 from patrickstar.hooks import frames, is_running_in
 from patrickstar.memory.leases import AssembledKey, CopyKey, WeightKey
 from patrickstar.parameters.binding import Binding
@@ -48,7 +48,8 @@ class Events(Owner):
     Attributes:
         registered: the model, and what it has. compute: the type that inputs are cast to.
         handed_out: memory that others may write to. outside: a parameter that no block owns, if there is one.
-        advice: gives what is added where a call is refused. seconds: durations of the last forward and backward.
+        advice: gives what is added where a call is refused. refused: gives what is raised where a forward does not fit.
+        seconds: durations of the last forward and backward.
         is_closed: whether the session is.
     """
 
@@ -70,6 +71,7 @@ class Events(Owner):
     advice: Callable[[], str] = field(init=False)
 
     order: CallOrder | None = None
+    refused: Callable[[BudgetError], BudgetError] = lambda refusal: refusal
     seconds: dict[str, float] = field(default_factory=lambda: {"forward": 0.0, "backward": 0.0})
     is_closed: bool = False
     _process: int = field(default_factory=os.getpid)
@@ -85,10 +87,8 @@ class Events(Owner):
     def use(self, label: str, touches: Sequence[Touch]) -> None:
         if self.handed_out.watched:
             self.handed_out.check()
-        if self.order is not None and not self._depth and backward_id() == -1:
-            expect_no_wrapper(f"{label} was used")
         if self.order is not None:
-            touches = self.order.use(touches)
+            touches = _gathered(self.order, label, touches, is_outside=not self._depth and backward_id() == -1)
         if backward_id() == -1:
             self.executor.moment(Phase.FORWARD, label, touches)
         else:
@@ -214,7 +214,7 @@ class Events(Owner):
             self.binding.whole.take_back(for_forward=True)
         with self.executor.lock:
             _expect_alone(self)
-            self.stretches.begin_forward(self.registered, args, kwargs)
+            _begin_stretch(self, args, kwargs)
         self.touches.begin_forward()
         self._depth = 1
         self._caller = next(frame for frame in frames() if frame.f_globals["__name__"] == nn.Module.__module__)
@@ -247,6 +247,21 @@ class Events(Owner):
             self._in_backward = False
             self.binding.access.close()
             self.stretches.abandon()
+
+
+def _begin_stretch(events: Events, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    try:
+        events.stretches.begin_forward(events.registered, args, kwargs)
+    except BudgetError as refusal:
+        raise events.refused(refusal) from None
+
+
+def _gathered(order: CallOrder, label: str, touches: Sequence[Touch], *, is_outside: bool) -> Sequence[Touch]:
+    """What is left to touch for a use of weights, which are gathered. `is_outside`: whether no forward of the model uses them."""
+    if is_outside:
+        expect_no_wrapper(f"{label} was used")
+    order.where = f" for {label} outside of a forward" if is_outside else ""
+    return order.use(touches)
 
 
 def _expect_alone(events: Events) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 
 import torch
@@ -17,8 +17,11 @@ from patrickstar.core.norm_tree import shares_by_rank
 from patrickstar.core.planes import REST, PlaneRef
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.trace import Phase, Touch
+from patrickstar.errors import BudgetError, RankError
+from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.shared_norm import SharedNorm
 from patrickstar.parameters.exchange import Exchange, Travel
+from patrickstar.plan.fit import of_machine
 from patrickstar.plan.touches import master_touches
 from patrickstar.step.executor import Executor
 from patrickstar.step.weight_masters import Masters
@@ -29,7 +32,7 @@ class Gathering(Exchange):
 
     Attributes:
         collectives: of all ranks, which do the same ones in the same order. masters: of weights.
-        add_shares: takes this rank's shares of gradients.
+        add_shares: takes this rank's shares of gradients. steps: of the optimizer, so far.
     """
 
     add_shares: Callable[[Collection[str], Iterable[tuple[int, Tensor]]], None]
@@ -48,11 +51,20 @@ class Gathering(Exchange):
         self.executor = executor
         self.collectives = collectives
         self.masters = masters
+        self.steps = 0
         self.shares_of = cache(partial(shares_by_rank, layout))
 
     def moment(self, phase: Phase, label: str, touches: list[Touch]) -> None:
         """Has units resident. Raises what `Executor.moment` raises."""
         self.executor.moment(phase, label, touches)
+
+    def refused(self, refusal: BudgetError) -> BudgetError:
+        """The refusal of a forward, with the budget that is enough on all ranks. None goes on with it: each has refused it, too, or fails."""
+        enough = refusal.smallest_bytes
+        with suppress(RankError):
+            of_all = self.collectives.agree(b"%d" % enough, "on no forward: it does not fit")
+            enough = max(map(int, of_all))
+        return of_machine(refusal, enough, self.collectives.ranks.local_size)
 
     def take(self, names: Collection[str], shares: Iterable[tuple[int, Tensor]]) -> None:
         """Adds shares of gradients to those in chunks."""
@@ -107,6 +119,12 @@ class Gathering(Exchange):
         """The parameters that any rank names, those of the first rank first: alike on all."""
         of_all = self.collectives.agree(json.dumps(list(names)).encode(), "overflowed gradients")
         return list(dict.fromkeys(name for named in of_all for name in json.loads(named)))
+
+    def stepped(self, hypers: Mapping[str, Hyper]) -> None:
+        """Notes a step, which all ranks must have taken alike by the next collective: with the same learning rates, say."""
+        self.steps += 1
+        kinds = hashlib.sha256(str([len(hypers), *dict.fromkeys(hypers.values())]).encode()).hexdigest()[:8]
+        self.collectives.past = f"after step {self.steps} by hyper-parameters {kinds}"
 
     # the norm
 

@@ -181,6 +181,8 @@ class DeferredTraining(Training):
         if self.max_grad_norm is not None:
             self.clip(self.max_grad_norm)
         hypers = self.hypers()
+        if self.gathering is not None:
+            self.gathering.stepped(hypers)
         if not self.whole.why:
             self._step_whole(hypers)
             return
