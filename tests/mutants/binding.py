@@ -63,7 +63,7 @@ BINDING: tuple[Mutant, ...] = (
     ),
     Fault("what-a-fused-step-writes-is-not-noticed", "parameters.functions:effects_of").by(
         without("name.startswith(...) and name.endswith(...)"),
-        f"{REPORTS}::test_a_change_of_many_weights_under_a_users_mode_is_kept",
+        f"{REPORTS}::test_a_second_optimizer_over_what_the_managed_one_lacks[AdamW, fused-fp32-200KiB]",
     ),
     Fault("data-that-is-assigned-is-let-go", "parameters.attributes:Attributes._set_data").by(
         drop("use", nth=2), f"{REPORTS}::test_values_that_are_assigned_as_data_are_taken_over"

@@ -47,8 +47,7 @@ WHOLE_CHUNKS: tuple[Mutant, ...] = (
         f"{PLAN}::test_a_gradient_that_must_wait_or_has_a_home_below_is_left_to_the_other_way",
     ),
     Fault("what-is-held-as-a-gradient-arrives-is-forgotten", "plan.recorder:_only_used").by(
-        returns("refs"),
-        "tests/session/test_blocks.py::test_blocks_that_are_computed_again_have_the_same_bits[False-in_backward]",
+        returns("refs"), f"{PLAN}::test_what_somebody_holds_as_its_gradient_updates_it_is_written_down"
     ),
     Fault("gradients-that-have-not-come-are-used-with-the-others", "step.pending_step:PendingStep.pieces").by(
         returns("pieces"), f"{SESSION}::test_a_step_that_is_closed_is_about_what_has_come_alone"

@@ -15,6 +15,7 @@ from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan.fit import worst_moment
+from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import update_touches
 from patrickstar.plan.update_choice import UpdateChoice, choose_places
@@ -47,6 +48,24 @@ def told(found: WholeChunks | None) -> list[str]:
         arrives = "g" if GRAD in planes else "G" if EXP_AVG in planes else "c"
         texts.append(f"{'u' if moment.updates is not None else arrives}{chunk}")
     return texts
+
+
+class NoBytes:
+    """A meter that counts nothing."""
+
+    live = 0
+
+    def restart_peak(self) -> int:
+        return 0
+
+
+def test_what_somebody_holds_as_its_gradient_updates_it_is_written_down() -> None:
+    """Such a weight may not be updated then: that is no use of it, which nobody else need hold."""
+    recorder, layout = TraceRecorder(NoBytes()), layout_of(1)
+    for touches in (use(0).touches, arrival(0, layout).touches):
+        recorder.moment(Phase.BACKWARD, "p0", touches, held=[PlaneRef(0, WEIGHT)])
+    used, updated = recorder.trace().moments
+    assert (used.held, updated.held) == ((), (PlaneRef(0, WEIGHT),))
 
 
 def whole(
