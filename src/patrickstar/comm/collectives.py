@@ -60,6 +60,7 @@ class Collectives:
         timeout_s: the longest time to wait for other ranks. poll_s: how often the watch looks.
 
     Attributes:
+        rank, size: this one's place among the ranks, and how many there are. me, number: this rank's in messages, and in the program.
         sent_bytes: data that this rank has sent. announced_bytes: what it has sent besides: announcements, flags and values to agree on.
     """
 
@@ -68,7 +69,8 @@ class Collectives:
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._process = os.getpid()
-        self._me = ranks.names([ranks.rank])
+        self.rank, self.size = ranks.rank, ranks.size
+        self.me, (self.number,) = ranks.names([ranks.rank]), ranks.numbers([ranks.rank])
 
         self._issued = -1
         self._under_way: dict[int, Future[None]] = {}
@@ -98,10 +100,20 @@ class Collectives:
         assert (out.numel(), out.dtype) == (self._ranks.size * shard.numel(), shard.dtype)
 
         def act() -> None:
-            self._finish(*self._gathered(_bytes(out), _bytes(shard)))
+            self._finish(*_gathered(self._ranks, _bytes(out), _bytes(shard)))
             self.sent_bytes += (self._ranks.size - 1) * shard.nbytes
 
         return self._issue("gather", what, f"{shard.numel()} {shard.dtype}", act, after)
+
+    def exchange(self, out: torch.Tensor, parts: torch.Tensor, what: str, *, after: Collection[Ticket] = ()) -> Ticket:
+        """Has `out` [p * n] get the pieces of all ranks' `parts` [p * n] that are for this one, in their order."""
+        assert (out.numel(), out.dtype) == (parts.numel(), parts.dtype)
+
+        def act() -> None:
+            self._finish(all_to_all(self._ranks.data, _bytes(out), _bytes(parts)))
+            self.sent_bytes += (self.size - 1) * (parts.nbytes // self.size)
+
+        return self._issue("exchange", what, f"{parts.numel()} {parts.dtype}", act, after)
 
     def reduce(
         self,
@@ -170,7 +182,7 @@ class Collectives:
         for end in ends:
             _set(end, StateError("communication between ranks is closed"))
         self._queue.put(None)
-        self._watch.leave("close()" if not reason else "exit", reason or f"{self._me} has closed its session")
+        self._watch.leave("close()" if not reason else "exit", reason or f"{self.me} has closed its session")
         self._thread.join(1)
         self._ranks.close(abandons=bool(ends) or self.has_given_up)
         if self._ranks.rank > 0:
@@ -179,7 +191,7 @@ class Collectives:
     def _leave_at_exit(self) -> None:
         error = getattr(sys, "last_value", None)
         how = f" after {type(error).__name__}: {error}" if error is not None else ""
-        self.close(f"{self._me} has ended{how}")
+        self.close(f"{self.me} has ended{how}")
         if self._ranks.rank == 0 and os.getpid() == self._process:
             self._watch.linger()
 
@@ -228,7 +240,7 @@ class Collectives:
             _set(collective.end, error)
             # Where it is of this rank alone, the others have to know.
             if not self._closed and self._watch.failure_of(collective.number) is None:
-                reason = f"{self._me} failed: {type(error).__name__}: {error}"
+                reason = f"{self.me} failed: {type(error).__name__}: {error}"
                 self._watch.note(News((self._ranks.rank,), collective.text, reason))
         else:
             at.done, at.doing = collective.number, ""
@@ -252,15 +264,6 @@ class Collectives:
         )
         odd = tuple(rank for row, ranks in ranks_of.items() if row != most for rank in ranks)
         raise self._failed(News(odd, collective.text, reason))
-
-    def _gathered(self, out: torch.Tensor, shard: torch.Tensor) -> list[dist.Work]:
-        ranks = self._ranks
-        if ranks.device.type != "cpu":
-            return [all_gather(ranks.data, out, shard)]
-        # As many bytes, and half of the time or less: gloo's gather copies all of it once more.
-        pieces = out.view(ranks.size, -1)
-        pieces[ranks.rank].copy_(shard)
-        return [broadcast(ranks.data, piece, root) for root, piece in enumerate(pieces)]
 
     def _gather_bytes(self, row: bytes) -> list[bytes]:
         """The bytes of all ranks, as many of each; none are sent where there are none."""
@@ -319,6 +322,15 @@ class Collectives:
         error = self._watch.failure_of(sys.maxsize)
         assert error is not None
         return error
+
+
+def _gathered(ranks: Ranks, out: torch.Tensor, shard: torch.Tensor) -> list[dist.Work]:
+    if ranks.device.type != "cpu":
+        return [all_gather(ranks.data, out, shard)]
+    # As many bytes, and half of the time or less: gloo's gather copies all of it once more.
+    pieces = out.view(ranks.size, -1)
+    pieces[ranks.rank].copy_(shard)
+    return [broadcast(ranks.data, piece, root) for root, piece in enumerate(pieces)]
 
 
 def sum_in_rank_order(out: torch.Tensor, pieces: torch.Tensor, *, adds: bool) -> None:

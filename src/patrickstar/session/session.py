@@ -207,10 +207,6 @@ class Session:
         self._saving().export(Path(dir), shard_bytes=shard_bytes)
 
     def _saving(self) -> Saving:
-        if self._parts.collectives is not None:
-            raise StateError(
-                "checkpoints and exports over ranks come later: torch.save(session.state_dict(), file) on all ranks"
-            )
         groups = None if self.optimizer is None else self.optimizer.param_groups
         return Saving(self._parts, groups, self.scaler)
 
