@@ -50,7 +50,7 @@ def write_model(
     world, io = writers.world, io or FileIO()
     entries = [TensorEntry(one.name, one.dtype, one.shape, STEM) for one in entries]
     what, intact = "a model", "what was there is as before"
-    shards = world.do(what, lambda: plan_shards(entries, shard_bytes=shard_bytes))
+    shards = world.do("export(): files", lambda: plan_shards(entries, shard_bytes=shard_bytes))
     nbytes = sum(entry.nbytes for entry in entries)
     with staged(directory, nbytes, io=io, what=what, intact=intact, world=world) as staging:
 

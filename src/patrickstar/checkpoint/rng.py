@@ -39,7 +39,7 @@ def capture_all(world: World, device: torch.device | None = None) -> list[dict[s
         torch.save(capture(device), file)
         return file.getvalue()
 
-    of_all = world.tell("the states of random number generators", packed)
+    of_all = world.tell("save_checkpoint(): states of random number generators", packed)
     return [torch.load(io.BytesIO(state), weights_only=True) for state in of_all]
 
 

@@ -90,7 +90,7 @@ def write_step(
         return shards, taken, sum(saved.nbytes for _, saved in tensors.values())
 
     what = "a checkpoint"
-    shards, taken, values_bytes = world.do(what, prepare)
+    shards, taken, values_bytes = world.do("save_checkpoint(): values and files", prepare)
     nbytes = values_bytes + sum(shard.nbytes for shard in shards)
     intact = "checkpoints taken before are intact"
     with staged(directory, nbytes, io=io, what=what, intact=intact, block_bytes=block_bytes, world=world) as staging:

@@ -152,7 +152,7 @@ class Saving:
         buffers = persistent_buffers(self.parts.model)
         found = [_saved(WEIGHT, bound) for bound in bound_in_order]
         found += [_buffer(f"buffer/{name}", buffer) for name, buffer in buffers.items()]
-        found += [_saved(plane, bound) for bound in bound_in_order if bound.name in updated for plane in _MOMENTS]
+        found += [_saved(plane, bound) for plane in _MOMENTS for bound in bound_in_order if bound.name in updated]
         return {saved.entry.name: saved for saved in found}
 
     def _open(self, path: Path) -> StepReader:
