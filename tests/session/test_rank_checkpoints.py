@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,52 +20,7 @@ from patrickstar.errors import CheckpointError, DeviceError, RankError
 from patrickstar.memory.fileio import FileIO
 from tests.ranks import Team, all_well, team
 from tests.session.builders import tiny_gpt2
-
-Bits = Mapping[str, Any]
-ROOMY: dict[str, Any] = {"host_memory": "1GiB"}
-
-
-def build(seed: int = 0) -> nn.Module:
-    """Blocks and a root group, a tied, a frozen and a transposed weight, random numbers and buffers."""
-    torch.manual_seed(seed)
-    blocks = [nn.Sequential(nn.Linear(48, 120), nn.Dropout(0.2), nn.Linear(120, 48)) for _ in range(3)]
-    model = nn.Sequential(nn.Linear(48, 48), *blocks, nn.BatchNorm1d(48), nn.Linear(48, 48))
-    model[5].weight = model[0].weight
-    model[1][0].weight.requires_grad_(False)
-    model[2][2].weight = nn.Parameter(model[2][2].weight.detach().t().contiguous().t())
-    return model
-
-
-@contextmanager
-def managed(seed: int = 0, *, chunk_size: int | None = None, **arguments: Any) -> Iterator[tuple[nn.Module, Any]]:
-    model = build(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    options = patrickstar.Options(poison=True, chunk_size=chunk_size)
-    with patrickstar.manage(model, optimizer, options=options, **{**ROOMY, **arguments}) as session:
-        yield model, session
-
-
-def train(model: nn.Module, session: Any, steps: int) -> None:
-    """The rows are drawn from torch's random numbers, as dropout is."""
-    for _ in range(steps):
-        model(torch.randn(4, 48)).square().mean().backward()
-        session.optimizer.step()
-        session.optimizer.zero_grad()
-
-
-def bits_of(model: nn.Module, session: Any) -> Bits:
-    states = {name: session.optimizer.state[p] for name, p in model.named_parameters() if p in session.optimizer.state}
-    found: dict[str, Any] = {key: value.clone() for key, value in session.state_dict().items()}
-    found |= {f"{name}/{key}": value.clone() for name, state in states.items() for key, value in state.items()}
-    return {"tensors": found, "rate": session.optimizer.param_groups[0]["lr"]}
-
-
-def expect_same(want: Bits, got: Bits, *, but: str = "nothing") -> None:
-    assert want.keys() == got.keys()
-    assert want["rate"] == got["rate"]
-    assert want["tensors"].keys() == got["tensors"].keys()
-    odd = [key for key, value in want["tensors"].items() if not torch.equal(value, got["tensors"][key])]
-    assert not [key for key in odd if but not in key]
+from tests.session.rank_programs import ROOMY, Bits, bits_of, build, expect_same, managed, train
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
@@ -209,7 +163,7 @@ def export_buffers(rank: int, path: Path) -> Tensor:
     with managed() as (model, session):
         torch.manual_seed(rank)
         train(model, session, 1)
-        session.export(path)
+        session.export(path, max_shard_size="20KB")
         mean: Tensor = model[4].running_mean.clone()
         return mean
 
@@ -217,7 +171,9 @@ def export_buffers(rank: int, path: Path) -> Tensor:
 def test_an_export_has_the_buffers_of_rank_0(pair: Team, tmp_path: Path) -> None:
     first, second = all_well(pair.run(export_buffers, tmp_path))
     assert not torch.equal(first, second)
-    assert torch.equal(load_file(tmp_path / "model.safetensors")["4.running_mean"], first)
+    files = [load_file(file) for file in tmp_path.glob("*.safetensors")]
+    (mean,) = [tensors["4.running_mean"] for tensors in files if "4.running_mean" in tensors]
+    assert torch.equal(mean, first)
 
 
 # what goes wrong
@@ -364,3 +320,36 @@ def test_a_checkpoint_that_one_rank_saves_is_an_error_on_all_that_says_so(pair: 
         assert "rank 0: agree save_checkpoint()" in str(error)
         assert "rank 1: gather" in str(error)
     assert not (tmp_path / "run").exists()
+
+
+class Interrupted(FileIO):
+    def make_directory(self, path: Path) -> None:
+        super().make_directory(path)
+        raise KeyboardInterrupt
+
+    def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
+        if path.suffix == ".safetensors":
+            raise KeyboardInterrupt
+        return super().open(path, flags, mode)
+
+
+def interrupt(rank: int, path: Path, guilty: int) -> type[BaseException] | None:
+    try:
+        with managed() as (_, session), pytest.MonkeyPatch.context() as patch:
+            session.save_checkpoint(path)
+            if rank == guilty:
+                patch.setattr("patrickstar.checkpoint.storage.FileIO", Interrupted)
+            session.save_checkpoint(path)
+    except BaseException as error:
+        return type(error)
+    return None
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_ctrl_c_on_one_rank_ends_all_and_leaves_the_checkpoint_before(pair: Team, guilty: int, tmp_path: Path) -> None:
+    want = [KeyboardInterrupt if rank == guilty else RankError for rank in range(2)]
+    assert all_well(pair.run(interrupt, tmp_path / "run", guilty)) == want
+    with managed(5) as (_, session):
+        session.load_checkpoint(tmp_path / "run")
+        session.save_checkpoint(tmp_path / "run")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", "step-00000000"]

@@ -47,12 +47,12 @@ def write_model(
     Raises:
         DeviceError: it cannot be written; with file, offset and bytes. ConfigError: a tensor the format does not have.
     """
-    world, io = writers.world, io or FileIO()
+    all_ranks, io = writers.all_ranks, io or FileIO()
     entries = [TensorEntry(one.name, one.dtype, one.shape, STEM) for one in entries]
     what, intact = "a model", "what was there is as before"
-    shards = world.do("export(): files", lambda: plan_shards(entries, shard_bytes=shard_bytes))
+    shards = all_ranks.do("export(): files", lambda: plan_shards(entries, shard_bytes=shard_bytes))
     nbytes = sum(entry.nbytes for entry in entries)
-    with staged(directory, nbytes, io=io, what=what, intact=intact, world=world) as staging:
+    with staged(directory, nbytes, io=io, what=what, intact=intact, all_ranks=all_ranks) as staging:
 
         def begin() -> None:
             with reported(f"{staging.path}: cannot write the model's configuration"):
@@ -72,9 +72,9 @@ def write_model(
             sync_directory(staging.path, io)
             _publish(staging.path, directory, {shard.file for shard in shards}, io)
 
-        world.lead(f"{what}: its configuration", begin)
+        all_ranks.lead(f"{what}: its configuration", begin)
         writers.write(staging, staging.path, shards, read=read, what=what)
-        world.lead(f"{what}: its names", finish)
+        all_ranks.lead(f"{what}: its names", finish)
 
 
 def _publish(temporary: Path, directory: Path, shards: set[str], io: FileIO) -> None:

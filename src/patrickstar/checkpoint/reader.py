@@ -23,7 +23,7 @@ from patrickstar.checkpoint.extra import read_values
 from patrickstar.checkpoint.format import INDEX_NAME, MOST_INDEX_BYTES, OLD_PREFIX, STEP_NAME, VALUES_NAME, decode_index
 from patrickstar.checkpoint.source import Source, read_small
 from patrickstar.checkpoint.tensor_files import TensorFiles
-from patrickstar.comm.world import World, share_out
+from patrickstar.comm.all_ranks import AllRanks, share_out
 from patrickstar.errors import CheckpointError, some
 from patrickstar.memory.fileio import FileIO, reported
 
@@ -82,7 +82,7 @@ class StepReader(TensorFiles):
             told = [f"{name} is {here} in the checkpoint, {there} in the model" for name, here, there in both]
             raise CheckpointError(f"{self.path}: a checkpoint of another model: {some(told, most=3, separator='; ')}")
 
-    def verify(self, world: World = World()) -> None:  # noqa: B008  (frozen)
+    def verify(self, all_ranks: AllRanks = AllRanks()) -> None:  # noqa: B008  (frozen)
         """Read every byte and hold it against its checksum. Ranks that see the same files share them, each of which is read by one.
 
         Raises:
@@ -92,7 +92,7 @@ class StepReader(TensorFiles):
         known = str(
             [others for _, *others in self._identities.values()]
         )  # a file's device has other numbers on other hosts
-        of_all = world.tell("a checkpoint: which it is", lambda: (self.step, self._checksum, known))
+        of_all = all_ranks.tell("a checkpoint: which it is", lambda: (self.step, self._checksum, known))
         for rank, (step, checksum, _) in enumerate(of_all):
             if checksum != of_all[0][1]:
                 raise CheckpointError(
@@ -100,9 +100,9 @@ class StepReader(TensorFiles):
                     "give a directory that all ranks see"
                 )
         is_shared = all(theirs == of_all[0] for theirs in of_all)  # and each has no copy of its own
-        owners = share_out([nbytes for _, _, nbytes, _ in self._identities.values()], world.size)
-        own = [file for file, owner in zip(files, owners, strict=True) if owner == world.rank or not is_shared]
-        world.do("a checkpoint: its checksums", lambda: self._expect_intact(own))
+        owners = share_out([nbytes for _, _, nbytes, _ in self._identities.values()], all_ranks.size)
+        own = [file for file, owner in zip(files, owners, strict=True) if owner == all_ranks.rank or not is_shared]
+        all_ranks.do("a checkpoint: its checksums", lambda: self._expect_intact(own))
         self._verified.update(files)
 
     def _expect_intact(self, files: Iterable[Path]) -> None:

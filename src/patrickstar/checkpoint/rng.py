@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree
 
-from patrickstar.comm.world import World
+from patrickstar.comm.all_ranks import AllRanks
 from patrickstar.errors import CheckpointError
 
 _log = logging.getLogger("patrickstar")
@@ -31,7 +31,7 @@ def capture(device: torch.device | None = None) -> dict[str, Any]:
     return tree
 
 
-def capture_all(world: World, device: torch.device | None = None) -> list[dict[str, Any]]:
+def capture_all(all_ranks: AllRanks, device: torch.device | None = None) -> list[dict[str, Any]]:
     """The states of all ranks, in their order, each as `capture` gives it."""
 
     def packed() -> bytes:  # pickle by itself does not read tensors of uint32 back
@@ -39,7 +39,7 @@ def capture_all(world: World, device: torch.device | None = None) -> list[dict[s
         torch.save(capture(device), file)
         return file.getvalue()
 
-    of_all = world.tell("save_checkpoint(): states of random number generators", packed)
+    of_all = all_ranks.tell("save_checkpoint(): states of random number generators", packed)
     return [torch.load(io.BytesIO(state), weights_only=True) for state in of_all]
 
 

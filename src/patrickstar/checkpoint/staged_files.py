@@ -13,7 +13,7 @@ from pathlib import Path
 
 from patrickstar.checkpoint.format import OLD_PREFIX, FileRecord
 from patrickstar.checkpoint.writer import BLOCK_BYTES, FileWriter
-from patrickstar.comm.world import World
+from patrickstar.comm.all_ranks import AllRanks
 from patrickstar.errors import DeviceError
 from patrickstar.memory.fileio import FileIO, reported, two_blocks
 from patrickstar.units import format_bytes
@@ -60,7 +60,7 @@ def staged(
     what: str,
     intact: str,
     block_bytes: int = BLOCK_BYTES,
-    world: World = World(),  # noqa: B008  (frozen)
+    all_ranks: AllRanks = AllRanks(),  # noqa: B008  (frozen)
 ) -> Iterator[StagedFiles]:
     """A directory inside of `directory`, which is made and kept from other writers meanwhile. Of several ranks rank 0 does that, for all.
 
@@ -70,11 +70,11 @@ def staged(
         DeviceError: the directory cannot be used, another writer is there, less is free, or not all ranks see it.
     """
     with contextlib.ExitStack() as stack:
-        name = world.lead(
+        name = all_ranks.lead(
             f"{what}: a place for it", lambda: stack.enter_context(_made(directory, nbytes, io, what, intact))
         )
         path = directory / name
-        world.do(f"{what}: a look at its place", lambda: _expect_there(path, io))
+        all_ranks.do(f"{what}: a look at its place", lambda: _expect_there(path, io))
         lane = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="patrickstar-checkpoint"))
         yield StagedFiles(path, io=io, lane=lane, block_bytes=block_bytes)
 

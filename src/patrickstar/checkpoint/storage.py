@@ -77,23 +77,25 @@ def write_step(
         ConfigError: an argument; nothing was touched. CheckpointError: something in `extra` could not be read back; nothing was touched.
         DeviceError: what could not be written, with file, offset and bytes; what `latest` names is complete, as before.
     """
-    world, io = writers.world, io or FileIO()
+    all_ranks, io = writers.all_ranks, io or FileIO()
     final = directory / f"step-{step:08d}"
-    shared_bytes = -(-sum(entry.nbytes for entry in entries) // world.size)  # so that there is a file for each rank
+    shared_bytes = -(-sum(entry.nbytes for entry in entries) // all_ranks.size)  # so that there is a file for each rank
 
     def prepare() -> tuple[Sequence[Shard], object, int]:
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(f"keep={keep!r}: expected the number of checkpoints to keep, 1 or more, or None for all")
-        shards = plan_shards(entries, shard_bytes=min(shard_bytes, shared_bytes) if world.size > 1 else shard_bytes)
+        shards = plan_shards(entries, shard_bytes=min(shard_bytes, shared_bytes) if all_ranks.size > 1 else shard_bytes)
         tensors: Saved = {}
         taken = {"state": take_values(state, "state", tensors), "extra": take_values(extra, "extra", tensors)}
         return shards, taken, sum(saved.nbytes for _, saved in tensors.values())
 
     what = "a checkpoint"
-    shards, taken, values_bytes = world.do("save_checkpoint(): values and files", prepare)
+    shards, taken, values_bytes = all_ranks.do("save_checkpoint(): values and files", prepare)
     nbytes = values_bytes + sum(shard.nbytes for shard in shards)
     intact = "checkpoints taken before are intact"
-    with staged(directory, nbytes, io=io, what=what, intact=intact, block_bytes=block_bytes, world=world) as staging:
+    with staged(
+        directory, nbytes, io=io, what=what, intact=intact, block_bytes=block_bytes, all_ranks=all_ranks
+    ) as staging:
         path = staging.path / final.name
 
         def begin() -> None:
@@ -112,9 +114,9 @@ def write_step(
             sync_directory(directory, io)
             _retain(directory, final, keep, io)
 
-        world.lead(f"{what}: its values", begin)
+        all_ranks.lead(f"{what}: its values", begin)
         writers.write(staging, path, shards, read=read, what=what, first_has=values_bytes)
-        world.lead(f"{what}: its index", finish)
+        all_ranks.lead(f"{what}: its index", finish)
     return final
 
 

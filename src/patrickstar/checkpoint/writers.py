@@ -12,7 +12,7 @@ from torch import Tensor
 from patrickstar.checkpoint.format import FileRecord
 from patrickstar.checkpoint.shards import Shard, write_shard
 from patrickstar.checkpoint.staged_files import StagedFiles
-from patrickstar.comm.world import World, share_out
+from patrickstar.comm.all_ranks import AllRanks, share_out
 
 Rounds = Callable[[Sequence[Sequence[str]]], AbstractContextManager[None]]
 
@@ -22,11 +22,11 @@ class Writers:
     """Ranks that write together, or one process by itself.
 
     Attributes:
-        world: the ranks. rounds: gives, for the names of the tensors that each rank writes, in order, the context in which this rank reads its own.
+        all_ranks: those. rounds: for the names of the tensors that each rank writes, in order, gives the context in which this rank reads its own.
         of_first: names of tensors of which rank 0's values are written.
     """
 
-    world: World = World()  # noqa: RUF009  (frozen)
+    all_ranks: AllRanks = AllRanks()  # noqa: RUF009  (frozen)
     rounds: Rounds = lambda _: nullcontext()
     of_first: Collection[str] = ()
 
@@ -41,7 +41,7 @@ class Writers:
         first_has: int = 0,
     ) -> None:
         """Writes and syncs all files. `read`: see `write_shard`. `first_has`: bytes that rank 0 has written besides."""
-        size, rank = self.world.size, self.world.rank
+        size, rank = self.all_ranks.size, self.all_ranks.rank
         firsts = [shard for shard in shards if any(entry.name in self.of_first for entry in shard.entries)]
         others = [shard for shard in shards if shard not in firsts]
         owners = share_out(
@@ -56,5 +56,5 @@ class Writers:
                     write_shard(staging, directory, shard, read=read)
             return staging.records
 
-        for records in self.world.tell(f"{what}: its files", write_own):
+        for records in self.all_ranks.tell(f"{what}: its files", write_own):
             staging.records.update(records)

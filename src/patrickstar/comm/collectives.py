@@ -60,17 +60,16 @@ class Collectives:
         timeout_s: the longest time to wait for other ranks. poll_s: how often the watch looks.
 
     Attributes:
-        rank, size: this one's place among the ranks, and how many there are. me, number: this rank's in messages, and in the program.
+        ranks: which they are.
         sent_bytes: data that this rank has sent. announced_bytes: what it has sent besides: announcements, flags and values to agree on.
     """
 
     def __init__(self, ranks: Ranks, *, timeout_s: float = 600.0, poll_s: float = 0.25) -> None:
         self.sent_bytes = self.announced_bytes = 0
-        self._ranks = ranks
+        self.ranks = self._ranks = ranks
         self._timeout_s = timeout_s
         self._process = os.getpid()
-        self.rank, self.size = ranks.rank, ranks.size
-        self.me, (self.number,) = ranks.names([ranks.rank]), ranks.numbers([ranks.rank])
+        self._me = ranks.names([ranks.rank])
 
         self._issued = -1
         self._under_way: dict[int, Future[None]] = {}
@@ -111,7 +110,7 @@ class Collectives:
 
         def act() -> None:
             self._finish(all_to_all(self._ranks.data, _bytes(out), _bytes(parts)))
-            self.sent_bytes += (self.size - 1) * (parts.nbytes // self.size)
+            self.sent_bytes += (self._ranks.size - 1) * (parts.nbytes // self._ranks.size)
 
         return self._issue("exchange", what, f"{parts.numel()} {parts.dtype}", act, after)
 
@@ -182,7 +181,7 @@ class Collectives:
         for end in ends:
             _set(end, StateError("communication between ranks is closed"))
         self._queue.put(None)
-        self._watch.leave("close()" if not reason else "exit", reason or f"{self.me} has closed its session")
+        self._watch.leave("close()" if not reason else "exit", reason or f"{self._me} has closed its session")
         self._thread.join(1)
         self._ranks.close(abandons=bool(ends) or self.has_given_up)
         if self._ranks.rank > 0:
@@ -191,7 +190,7 @@ class Collectives:
     def _leave_at_exit(self) -> None:
         error = getattr(sys, "last_value", None)
         how = f" after {type(error).__name__}: {error}" if error is not None else ""
-        self.close(f"{self.me} has ended{how}")
+        self.close(f"{self._me} has ended{how}")
         if self._ranks.rank == 0 and os.getpid() == self._process:
             self._watch.linger()
 
@@ -240,7 +239,7 @@ class Collectives:
             _set(collective.end, error)
             # Where it is of this rank alone, the others have to know.
             if not self._closed and self._watch.failure_of(collective.number) is None:
-                reason = f"{self.me} failed: {type(error).__name__}: {error}"
+                reason = f"{self._me} failed: {type(error).__name__}: {error}"
                 self._watch.note(News((self._ranks.rank,), collective.text, reason))
         else:
             at.done, at.doing = collective.number, ""

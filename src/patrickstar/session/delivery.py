@@ -79,11 +79,12 @@ class Delivery:
         It ends when all ranks have been sent what they need, whatever goes wrong on this one, and raises that then.
         """
         layout = self.parts.layout
-        if not isinstance(layout, ShardLayout):
+        collectives = self.parts.collectives
+        if collectives is None or not isinstance(layout, ShardLayout):
             yield
             return
         needed = [[ref for ref, _ in groupby(chain.from_iterable(map(self._chunks, own)))] for own in names]
-        shares = torch.zeros(layout.size, layout.chunk_numel, device=self.parts.binding.device)
+        shares = torch.zeros(layout.size, layout.chunk_numel, device=collectives.ranks.device)
         wanted = frozenset((one.plane, one.bound.name) for one in self.sources.values() if isinstance(one, Kept))
         with self.parts.executor.room.making(2 * shares.nbytes):
             self._rounds = rounds = _Rounds(zip_longest(*needed), wanted, shares, torch.empty_like(shares).view(-1))
@@ -127,7 +128,7 @@ class Delivery:
                 except Exception as error:  # the others are to have their round all the same
                     rounds.problem = error
         collectives.exchange(rounds.received, rounds.shares, f"{', '.join(map(str, refs))} for files").wait()
-        rounds.there = refs[collectives.rank]
+        rounds.there = refs[collectives.ranks.rank]
 
     def _fill(self, share: Tensor, ref: PlaneRef, wanted: Collection[tuple[str, str]]) -> None:
         """Copies this rank's share of a chunk, as far as what is read lies in it."""

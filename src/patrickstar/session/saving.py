@@ -20,7 +20,7 @@ from patrickstar.checkpoint.reader import StepReader
 from patrickstar.checkpoint.storage import write_step
 from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.checkpoint.writers import Writers
-from patrickstar.comm.world import World
+from patrickstar.comm.all_ranks import AllRanks
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, WEIGHT
 from patrickstar.errors import CheckpointError
 from patrickstar.optim.state import restore_groups
@@ -55,16 +55,16 @@ class Saving:
     scaler: torch.amp.GradScaler
 
     @property
-    def world(self) -> World:
+    def all_ranks(self) -> AllRanks:
         """The ranks that share the model."""
-        return World(self.parts.collectives)
+        return AllRanks(self.parts.collectives)
 
     def save(self, directory: Path, step: int, *, extra: object, keep: int | None = None) -> Path:
         """Writes `directory/step-...` and moves `latest`. DeviceError where it cannot be written; nothing is lost by that."""
         self.parts.executor.settle()
         tensors, live = self._tensors(self.parts.steps), self.live_groups
         delivery = Delivery(self.parts, {name: saved.source for name, saved in tensors.items()})
-        own, *others = rng.capture_all(self.world, self.parts.binding.device)
+        own, *others = rng.capture_all(self.all_ranks, self.parts.binding.device)
         state: dict[str, Any] = {
             "steps": dict(self.parts.steps),
             "rng": own,
@@ -90,10 +90,10 @@ class Saving:
 
     def load(self, path: Path) -> tuple[int, object]:
         """Takes over a checkpoint: (step, extra). CheckpointError before anything has changed where it is not whole or not of this model."""
-        do, what = self.world.do, "load_checkpoint()"
+        do, what = self.all_ranks.do, "load_checkpoint()"
         with ExitStack() as stack:
             reader = do(what, lambda: stack.enter_context(self._open(path)))
-            reader.verify(self.world)
+            reader.verify(self.all_ranks)
             tensors = do(f"{what}: a look at the values", lambda: self._check(reader, reader.values["state"]))
             state = reader.values["state"]
             do(f"{what}: weights and moments", lambda: self._take_tensors(reader, tensors, state["steps"]))
@@ -106,7 +106,7 @@ class Saving:
                 _log.warning(
                     "%s was saved by fewer ranks and has no random state of rank %d, which keeps its own",
                     path,
-                    self.world.rank,
+                    self.all_ranks.rank,
                 )
             else:
                 rng.restore(states, self.parts.binding.device)
@@ -141,7 +141,7 @@ class Saving:
     def _writers(self, delivery: Delivery) -> Writers:
         """The ranks, of which each reads what it writes from this delivery; buffers are rank 0's."""
         buffers = [name for name, source in delivery.sources.items() if isinstance(source, Tensor)]
-        return Writers(self.world, delivery.rounds, frozenset(buffers))
+        return Writers(self.all_ranks, delivery.rounds, frozenset(buffers))
 
     def _tensors(self, updated: Collection[str]) -> dict[str, _Saved]:
         """The tensors of a checkpoint, by name, in the order in which they lie. `updated`: the parameters that have moments."""
@@ -185,7 +185,7 @@ class Saving:
     def _random_states(self, state: Mapping[str, Any]) -> object | None:
         """The random states of this rank in a checkpoint; None where fewer ranks have saved it."""
         of_all = [state["rng"], *state.get("rng_of_other_ranks", ())]
-        return of_all[self.world.rank] if self.world.rank < len(of_all) else None
+        return of_all[self.all_ranks.rank] if self.all_ranks.rank < len(of_all) else None
 
     def _forget(self) -> None:
         """Ends what is under way, and lets gradients go: everything is about to be loaded anew."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from patrickstar.checkpoint.lazy_state_dict import LazyStateDict
 from patrickstar.core.trace import Trace
-from patrickstar.errors import ConfigError, StateError
+from patrickstar.errors import ConfigError, RankError, StateError
 from patrickstar.memory.device_failure import noticed_at
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.plan.plan import Plan
@@ -162,10 +162,10 @@ class Session:
         *,
         keep: int | None = None,
     ) -> Path:
-        """Writes `dir/step-00000012/` and moves `dir/latest`; returns the first.
+        """Writes `dir/step-00000012/` and moves `dir/latest`; returns the first. Of several ranks all do, in a directory that all see.
 
         Args:
-            extra: JSON values, tensors, and objects with `state_dict`, such as a scheduler or a data loader.
+            extra: JSON values, tensors, and objects with `state_dict`, such as a scheduler or a data loader; of several ranks, rank 0's.
             wait: only True until checkpoints can be written in the background.
             keep: how many of the newest stay; None: all.
         Raises:
@@ -182,6 +182,8 @@ class Session:
     def load_checkpoint(self, dir: str | Path) -> Any:  # noqa: A002 - the name users type
         """Takes over `dir/latest`, or one step's directory, and gives back `extra`: containers and tensors, `state_dict`s as plain values.
 
+        Any number of ranks takes what any other has saved.
+
         Raises:
             CheckpointError: it is damaged or of another model. Nothing has changed then.
         """
@@ -194,7 +196,7 @@ class Session:
         """Writes the weights to `dir` as the model's own library reads them: safetensors with index and configuration.
 
         Parameters are in fp32, tied ones stand there once. Written aside first; other files in `dir` stay. A model of no library has its
-        tensors written and no configuration.
+        tensors written and no configuration. Of several ranks all export.
 
         Args:
             max_shard_size: of one file, unless a tensor is larger.
@@ -248,4 +250,10 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except RankError:
+            if error is None:
+                raise
+            # The others have not come to this end: the error that led here is the one to tell.
+            self.close(keep_weights=False)

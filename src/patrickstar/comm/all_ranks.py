@@ -14,20 +14,20 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class World:
-    """The ranks that share a model. `collectives`: None where there is one process: a world of one."""
+class AllRanks:
+    """The ranks that share a model. `collectives`: None where there is one process, which is all of them."""
 
     collectives: Collectives | None = None
 
     @property
     def rank(self) -> int:
         """The place of this process among them."""
-        return 0 if self.collectives is None else self.collectives.rank
+        return 0 if self.collectives is None else self.collectives.ranks.rank
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return 1 if self.collectives is None else self.collectives.size
+        return 1 if self.collectives is None else self.collectives.ranks.size
 
     def do(self, what: str, act: Callable[[], _T]) -> _T:
         """The outcome of `act` on this rank, once all ranks have done theirs. Raises as `tell` does."""
@@ -57,21 +57,21 @@ class World:
             raise  # from communication itself: all ranks have it
         except Exception as error:
             problem = error
-            told = error if isinstance(error, Error) else _of_a_rank(self.collectives.number, what, error)
-        mine = pickle.dumps((self.collectives.me, outcome, told))
+            told = error if isinstance(error, Error) else self._of_this_rank(what, error)
+        mine = pickle.dumps((outcome, told))
         of_all = [pickle.loads(theirs) for theirs in self.collectives.agree(mine, what)]  # noqa: S301  (of ranks of this program)
         if problem is not None:
             raise problem
-        for name, _, theirs in of_all:
+        for rank, (_, theirs) in enumerate(of_all):
             if theirs is not None:
-                theirs.args = (f"{name}: {theirs}",)
+                theirs.args = (f"{self.collectives.ranks.names([rank])}: {theirs}",)
                 raise theirs
-        return [outcome for _, outcome, _ in of_all]
+        return [outcome for outcome, _ in of_all]
 
-
-def _of_a_rank(number: int, what: str, error: Exception) -> RankError:
-    reason = f"{what} has failed: {type(error).__name__}: {error}"
-    return RankError(reason, ranks=(number,), action=what, reason=reason)
+    def _of_this_rank(self, what: str, error: Exception) -> RankError:
+        assert self.collectives is not None
+        reason = f"{what} has failed: {type(error).__name__}: {error}"
+        return RankError(reason, ranks=self.collectives.ranks.numbers([self.rank]), action=what, reason=reason)
 
 
 def share_out(nbytes: Sequence[int], size: int, *, first_has: int = 0) -> list[int]:
