@@ -101,7 +101,7 @@ RANKS: tuple[Mutant, ...] = (
         drop("self._send"), f"{FAILS}[no room 1]"
     ),
     Fault("an error of another rank is not raised", "comm.all_ranks:AllRanks.tell").by(
-        always("theirs is None"), f"{FAILS}[no room 1]"
+        replace("theirs is not None", "False"), f"{FAILS}[no room 1]"
     ),
     Fault("nobody looks whether all see the directory", "checkpoint.staged_files:_expect_there").by(
         replace("io.status(path) is None", "False"), f"{FAILS}[another directory 1]"
@@ -111,5 +111,8 @@ RANKS: tuple[Mutant, ...] = (
     ),
     Fault("a copy is taken for the same file", "checkpoint.reader:StepReader.verify").by(
         replace("all(theirs == of_all[0] for theirs in of_all)", "True"), f"{LOADED}[['run', 'damaged']-checksum]"
+    ),
+    Fault("ranks may begin from different files", "session.loading:Loading.prepare").by(
+        always("is_shared", nth=1), f"{SAVED}::test_ranks_begin_from_the_weights_of_files_that_all_have[2 ranks]"
     ),
 )

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 import patrickstar
 from patrickstar.errors import CheckpointError, DeviceError, RankError
 from patrickstar.memory.fileio import FileIO
-from tests.ranks import Team, all_well, team
+from tests.ranks import Ended, Team, all_well, kill_me, team
 from tests.session.builders import tiny_gpt2
 from tests.session.rank_programs import ROOMY, Bits, bits_of, build, expect_same, managed, train
 
@@ -176,6 +176,39 @@ def test_an_export_has_the_buffers_of_rank_0(pair: Team, tmp_path: Path) -> None
     assert torch.equal(mean, first)
 
 
+def begin_from(rank: int, paths: list[Path]) -> Mapping[str, Tensor]:
+    torch.manual_seed(0)
+    model = tiny_gpt2()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(paths[rank])
+            session = patrickstar.manage(model, torch.optim.AdamW(model.parameters()), weights=".", **ROOMY)
+        with session:
+            return {name: value.clone() for name, value in session.state_dict().items()}
+    except Exception:
+        assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+        raise
+
+
+def test_ranks_begin_from_the_weights_of_files_that_all_have(ranks: Team, tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    start = tiny_gpt2()
+    for name in ("shared", "copy", "other"):
+        start.save_pretrained(tmp_path / name)
+    other = tmp_path / "other/model.safetensors"
+    other.write_bytes(other.read_bytes()[:-1] + b"?")
+
+    def begin(last: str) -> list[Any]:
+        return ranks.run(begin_from, [*[tmp_path / "shared"] * (ranks.size - 1), tmp_path / last])
+
+    for found in (*all_well(begin("shared")), *all_well(begin("copy"))):
+        assert not [name for name, value in start.state_dict().items() if not torch.equal(value, found[name])]
+    for error in begin("other"):
+        assert isinstance(error, CheckpointError), error
+        assert "other values" in str(error)
+
+
 # what goes wrong
 
 
@@ -320,6 +353,22 @@ def test_a_checkpoint_that_one_rank_saves_is_an_error_on_all_that_says_so(pair: 
         assert "rank 0: agree save_checkpoint()" in str(error)
         assert "rank 1: gather" in str(error)
     assert not (tmp_path / "run").exists()
+
+
+def load_and_die(rank: int, path: Path) -> None:
+    with managed() as (_, session), pytest.MonkeyPatch.context() as patch:
+        session.save_checkpoint(path)
+        if rank == 1:
+            patch.setattr("patrickstar.step.values.Weights.read_into", lambda *_: kill_me())
+        session.load_checkpoint(path)
+
+
+def test_a_rank_that_is_killed_while_all_load_ends_the_others_with_an_error_that_names_it(tmp_path: Path) -> None:
+    with team(2) as those:
+        error, killed = those.run(load_and_die, tmp_path / "run")
+    assert isinstance(killed, Ended)
+    assert isinstance(error, RankError)
+    assert error.ranks == (1,)
 
 
 class Interrupted(FileIO):

@@ -89,10 +89,7 @@ class StepReader(TensorFiles):
             CheckpointError: names the file that is damaged, and the newest intact checkpoint beside it. Or ranks see different checkpoints.
         """
         files = list(self._identities)
-        known = str(
-            [others for _, *others in self._identities.values()]
-        )  # a file's device has other numbers on other hosts
-        of_all = all_ranks.tell("a checkpoint: which it is", lambda: (self.step, self._checksum, known))
+        of_all = all_ranks.tell("a checkpoint: which it is", lambda: (self.step, self._checksum, self.known))
         for rank, (step, checksum, _) in enumerate(of_all):
             if checksum != of_all[0][1]:
                 raise CheckpointError(

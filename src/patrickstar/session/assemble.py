@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from patrickstar.comm.all_ranks import AllRanks
 from patrickstar.comm.collectives import Collectives
 from patrickstar.comm.ranks import Ranks
 from patrickstar.config.arguments import MemoryOptions
@@ -112,7 +113,6 @@ def find_ranks(model: nn.Module, memory: MemoryOptions, *, device: str) -> Ranks
         'step="in_backward"': memory.step == "in_backward",
         f'precision="{kept}"': kept != "fp32",
         f'device="{device}"': device != "cpu",
-        "weights": memory.weights is not None,
     }
     later = [f"{what} over {dist.get_world_size()} ranks comes later" for what, asked in refused.items() if asked]
     refuse(later, of="manage")
@@ -141,7 +141,7 @@ def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, s
                 scale = setup.memory.options.loss_scale or LossScale()
                 session.scaler = LossScaler(scale, parts.training, managed, original)
         if source is not None:
-            source.prepare(named, store.state, setup.budgets)
+            source.prepare(named, store.state, setup.budgets, AllRanks(parts.collectives))
         take_over(parts, source, original)
         undo.pop_all()
     if source is not None:
