@@ -41,7 +41,10 @@ def save_and_go_on(rank: int, path: Path, arguments: Mapping[str, Any]) -> tuple
         train(model, session, 2)
         session.optimizer.param_groups[0]["lr"] = 5e-3
         saved = bits_of(model, session)
-        assert session.save_checkpoint(path, extra={"of": rank}) == path / "step-00000002"
+        assert (
+            session.save_checkpoint(path, extra={"of": rank, "large": torch.zeros(50_000 >> 10 * rank)})
+            == path / "step-00000002"
+        )
         train(model, session, 2)
         return saved, bits_of(model, session)
 
@@ -50,7 +53,7 @@ def load(rank: int, path: Path, steps: int, arguments: Mapping[str, Any]) -> tup
     with managed(5, **arguments) as (model, session):
         torch.manual_seed(rank + 70)
         train(model, session, 1)
-        assert session.load_checkpoint(path) == {"of": 0}
+        assert session.load_checkpoint(path)["of"] == 0
         loaded = bits_of(model, session)
         train(model, session, steps)
         assert session.save_checkpoint(path.with_name("more"), extra={"of": 0}).name == f"step-{2 + steps:08d}"

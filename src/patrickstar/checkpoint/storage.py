@@ -98,10 +98,11 @@ def write_step(
     ) as staging:
         path = staging.path / final.name
 
-        def begin() -> None:
+        def begin() -> int:
             with reported(f"{path}: cannot make the directory"):
                 io.make_directory(path)
             write_values(staging, path / VALUES_NAME, taken)
+            return staging.records[VALUES_NAME].nbytes
 
         def finish() -> None:
             index = Index(step, {name: tuple(shape) for name, shape in parameters.items()}, dict(staging.records))
@@ -114,8 +115,8 @@ def write_step(
             sync_directory(directory, io)
             _retain(directory, final, keep, io)
 
-        all_ranks.lead(f"{what}: its values", begin)
-        writers.write(staging, path, shards, read=read, what=what, first_has=values_bytes)
+        first_has = all_ranks.lead(f"{what}: its values", begin)
+        writers.write(staging, path, shards, read=read, what=what, first_has=first_has)
         all_ranks.lead(f"{what}: its index", finish)
     return final
 
