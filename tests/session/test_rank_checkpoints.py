@@ -60,6 +60,7 @@ def load(rank: int, path: Path, steps: int, arguments: Mapping[str, Any]) -> tup
         return loaded, bits_of(model, session)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("has_disk", [False, True], ids=["host", "disk"])
 def test_ranks_that_stop_and_resume_have_the_bits_of_not_stopping(ranks: Team, has_disk: bool, tmp_path: Path) -> None:
     arguments = {"host_memory": ranks.size * (320 << 10), "disk": tmp_path} if has_disk else {}
@@ -152,6 +153,7 @@ def train_and_export(rank: int, path: Path, shard: str) -> tuple[Tensor, Tensor]
             return tokens, model.eval()(input_ids=tokens).logits.clone()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
 def test_an_export_by_all_ranks_loads_with_equal_logits(ranks: Team, shard: str, tmp_path: Path) -> None:
     answers = all_well(ranks.run(train_and_export, tmp_path, shard))
@@ -194,7 +196,7 @@ def begin_from(rank: int, paths: list[Path]) -> Mapping[str, Tensor]:
         raise
 
 
-def test_ranks_begin_from_the_weights_of_files_that_all_have(ranks: Team, tmp_path: Path) -> None:
+def test_ranks_begin_from_the_weights_of_files_that_all_have(pair: Team, tmp_path: Path) -> None:
     torch.manual_seed(7)
     start = tiny_gpt2()
     for name in ("shared", "copy", "other"):
@@ -203,7 +205,7 @@ def test_ranks_begin_from_the_weights_of_files_that_all_have(ranks: Team, tmp_pa
     other.write_bytes(other.read_bytes()[:-1] + b"?")
 
     def begin(last: str) -> list[Any]:
-        return ranks.run(begin_from, [*[tmp_path / "shared"] * (ranks.size - 1), tmp_path / last])
+        return pair.run(begin_from, [tmp_path / "shared", tmp_path / last])
 
     for found in (*all_well(begin("shared")), *all_well(begin("copy"))):
         assert not [name for name, value in start.state_dict().items() if not torch.equal(value, found[name])]
