@@ -13,7 +13,7 @@ CUDATEST = $(BIN)/python -m tests.accelerator $(OPTIONS)
 # Triton's kernels, by its interpreter and its compiler, with a Triton of their own: processes of their own.
 TRITONTEST = $(BIN)/python -m tests.triton $(OPTIONS)
 
-.PHONY: train test test-fast test-full coverage limits plans check format mutants bench bench-step bench-compare test-gpu bench-gpu clean
+.PHONY: train test test-fast test-full coverage limits plans check format mutants torture bench bench-step bench-compare test-gpu bench-gpu clean
 
 $(STAMP): pyproject.toml requirements/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -70,6 +70,13 @@ format: $(STAMP)
 
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants
+
+# Ranks killed at COUNT moments of training and saving, which SEED decides.
+SEED ?= 0
+COUNT ?= 50
+
+torture: $(STAMP)
+	$(BIN)/python -m tests.session.kills $(SEED) $(COUNT)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py

@@ -67,7 +67,7 @@ OUTSIDE: tuple[Mutant, ...] = (
         replace("flat[span]", "flat[: weight.numel()]"),
         "tests/session/test_whole.py::test_a_tensor_of_any_length_is_updated_wholly[longer than a chunk]",
     ),
-    Fault("moments-outlive-a-checkpoint-that-has-none", "session.saving:Saving.load").by(
+    Fault("moments-outlive-a-checkpoint-that-has-none", "session.saving:Saving._take_tensors").by(
         drop("clear_averages"), "tests/session/test_checkpoints.py::test_a_checkpoint_before_the_first_step"
     ),
     Fault("groups-of-other-parameters-take-a-checkpoint", "session.saving:Saving._check_groups").by(
@@ -107,7 +107,7 @@ OUTSIDE: tuple[Mutant, ...] = (
         without("piece.name in names"),
         "tests/session/test_gradients.py::test_zeros_are_for_the_groups_parameters_only_also_inside_of_a_chunk",
     ),
-    Fault("a-weight-in-another-order-of-memory-is-read-as-it-is-saved", "session.saving:Saving._kept.take").by(
+    Fault("a-weight-in-another-order-of-memory-is-read-as-it-is-saved", "session.saving:Saving._take").by(
         always("shape_only"),
         "tests/session/test_checkpoints.py::test_weights_in_another_order_of_memory_come_back_with_their_moments",
     ),

@@ -12,6 +12,10 @@ FAILURES = "tests/comm/test_failures.py"
 OF_THREE = (f"{HERE}::test_a_reduce_has_the_bits_of_the_formula[3-dtype2-True]",)
 DIFFERENT = f"{FAILURES}::test_ranks_that_do_different_things_raise_on_all_and_exchange_nothing"
 SESSION = "tests/session/test_ranks.py"
+SAVED = "tests/session/test_rank_checkpoints.py"
+RESUMED = f"{SAVED}::test_ranks_that_stop_and_resume_have_the_bits_of_not_stopping[2 ranks-host]"
+FAILS = f"{SAVED}::test_what_fails_on_one_rank_is_an_error_on_all_and_they_go_on"
+LOADED = f"{SAVED}::test_what_not_all_ranks_can_load_changes_nothing_on_any"
 BITS = f"{SESSION}::test_ranks_train_with_the_bits_of_one_process_that_has_all_gradients"
 TREE = "tests/core/test_norm_tree.py"
 SHARED = "tests/optim/test_shared_norm.py"
@@ -203,5 +207,39 @@ RANKS: tuple[Mutant, ...] = (
     ),
     Fault("ranks need not be alike", "session.alike:expect_alike").by(
         replace("others", "()", nth=2), f"{SESSION}::test_ranks_that_are_not_alike_are_refused_by_manage"
+    ),
+    Fault("ranks load the random state of rank 0", "session.saving:Saving._random_states").by(
+        replace("of_all[self.all_ranks.rank]", "of_all[0]"), RESUMED
+    ),
+    Fault("a rank is sent another's chunk", "session.delivery:Delivery._send").by(
+        replace("refs[collectives.ranks.rank]", "refs[0]"), RESUMED
+    ),
+    Fault("one chunk is sent for all that follow", "session.delivery:Delivery._sent").by(
+        replace("rounds.there != PlaneRef(chunk, plane)", "rounds.there is None"), RESUMED
+    ),
+    Fault("all ranks write their own buffers", "session.saving:Saving._writers").by(
+        replace("frozenset(buffers)", "frozenset()"), f"{SAVED}::test_an_export_has_the_buffers_of_rank_0"
+    ),
+    Fault("one rank writes all", "comm.all_ranks:share_out").by(
+        replace("min(has)", "has[0]"),
+        f"{SAVED}::test_each_rank_writes_its_share_of_the_bytes_and_sends_each_byte_once[2 ranks]",
+    ),
+    Fault("a rank that cannot write leaves the rounds", "session.delivery:Delivery.rounds").by(
+        drop("self._send"), f"{FAILS}[no room 1]"
+    ),
+    Fault("an error of another rank is not raised", "comm.all_ranks:AllRanks.tell").by(
+        replace("theirs is not None", "False"), f"{FAILS}[no room 1]"
+    ),
+    Fault("nobody looks whether all see the directory", "checkpoint.staged_files:_expect_there").by(
+        replace("io.status(path) is None", "False"), f"{FAILS}[another directory 1]"
+    ),
+    Fault("ranks may load different checkpoints", "checkpoint.reader:StepReader.verify").by(
+        replace("checksum != of_all[0][1]", "False"), f"{LOADED}[['run', 'other']-rank 1 another one, of step 2]"
+    ),
+    Fault("a copy is taken for the same file", "checkpoint.reader:StepReader.verify").by(
+        replace("all(theirs == of_all[0] for theirs in of_all)", "True"), f"{LOADED}[['run', 'damaged']-checksum]"
+    ),
+    Fault("ranks may begin from different files", "session.loading:Loading.prepare").by(
+        always("is_shared", nth=1), f"{SAVED}::test_ranks_begin_from_the_weights_of_files_that_all_have"
     ),
 )

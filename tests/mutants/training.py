@@ -115,8 +115,8 @@ TRAINING: tuple[Mutant, ...] = (
     Fault("a-checkpoint-lacks-a-moment", "session.saving:Saving._tensors").by(
         replace("_MOMENTS", "['exp_avg']"), f"{RESUME}[emulated-emulated-chunk_sizes0]"
     ),
-    Fault("a-moment-is-loaded-into-the-other-plane", "session.saving:Saving._kept.take").by(
-        replace("plane", "EXP_AVG if plane == EXP_AVG_SQ else plane", nth=1),
+    Fault("a-moment-is-loaded-into-the-other-plane", "session.saving:Saving._take").by(
+        replace("plane", "EXP_AVG if plane == EXP_AVG_SQ else plane", nth=2),
         f"{RESUME}[emulated-emulated-chunk_sizes0]",
     ),
     Fault("random-states-are-not-restored", "session.saving:Saving.load").by(

@@ -18,10 +18,11 @@ from pathlib import Path
 
 import torch
 
-from patrickstar.checkpoint.shards import plan_shards, write_shard
+from patrickstar.checkpoint.shards import plan_shards
 from patrickstar.checkpoint.staged_files import staged, sync_directory
 from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.checkpoint.weight_files import INDEX_FILE, STEM, WEIGHTS_FILE
+from patrickstar.checkpoint.writers import Writers
 from patrickstar.memory.fileio import FileIO, reported
 
 _SHARD_NAME = re.compile(rf"{STEM}-\d{{5}}-of-\d{{5}}\.safetensors")
@@ -35,37 +36,45 @@ def write_model(
     describe: Callable[[Path], None],
     shard_bytes: int,
     io: FileIO | None = None,
+    writers: Writers = Writers(),  # noqa: B008  (frozen)
 ) -> None:
     """Write the tensors to `directory`, in files of at most `shard_bytes` each, unless one tensor is larger.
 
     Args:
         read: a tensor's elements, as in `shards.write_shard`.
         describe: puts the model's configuration into the directory that it is given.
+        writers: all ranks, where there are several.
     Raises:
         DeviceError: it cannot be written; with file, offset and bytes. ConfigError: a tensor the format does not have.
     """
-    io = io or FileIO()
-    shards = plan_shards(
-        [TensorEntry(one.name, one.dtype, one.shape, STEM) for one in entries], shard_bytes=shard_bytes
-    )
+    all_ranks, io = writers.all_ranks, io or FileIO()
+    entries = [TensorEntry(one.name, one.dtype, one.shape, STEM) for one in entries]
+    what, intact = "a model", "what was there is as before"
+    shards = all_ranks.do("export(): files", lambda: plan_shards(entries, shard_bytes=shard_bytes))
     nbytes = sum(entry.nbytes for entry in entries)
-    with staged(directory, nbytes, io=io, what="a model", intact="what was there is as before") as staging:
-        with reported(f"{staging.path}: cannot write the model's configuration"):
-            describe(staging.path)
-            for name in io.names(staging.path):  # the library syncs none of the files that it writes
-                fd = io.open(staging.path / name, os.O_RDONLY)
-                try:
-                    io.fsync(fd)
-                finally:
-                    io.close(fd)
-        for shard in shards:
-            write_shard(staging, staging.path, shard, read=read)
-        if len(shards) > 1:
-            weight_map = {entry.name: shard.file for shard in shards for entry in shard.entries}
-            index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
-            staging.write(staging.path / INDEX_FILE, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
-        sync_directory(staging.path, io)
-        _publish(staging.path, directory, {shard.file for shard in shards}, io)
+    with staged(directory, nbytes, io=io, what=what, intact=intact, all_ranks=all_ranks) as staging:
+
+        def begin() -> None:
+            with reported(f"{staging.path}: cannot write the model's configuration"):
+                describe(staging.path)
+                for name in io.names(staging.path):  # the library syncs none of the files that it writes
+                    fd = io.open(staging.path / name, os.O_RDONLY)
+                    try:
+                        io.fsync(fd)
+                    finally:
+                        io.close(fd)
+
+        def finish() -> None:
+            if len(shards) > 1:
+                weight_map = {entry.name: shard.file for shard in shards for entry in shard.entries}
+                index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
+                staging.write(staging.path / INDEX_FILE, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+            sync_directory(staging.path, io)
+            _publish(staging.path, directory, {shard.file for shard in shards}, io)
+
+        all_ranks.lead(f"{what}: its configuration", begin)
+        writers.write(staging, staging.path, shards, read=read, what=what)
+        all_ranks.lead(f"{what}: its names", finish)
 
 
 def _publish(temporary: Path, directory: Path, shards: set[str], io: FileIO) -> None:

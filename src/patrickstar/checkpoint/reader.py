@@ -14,7 +14,7 @@ counts as resident memory.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from patrickstar.checkpoint.extra import read_values
 from patrickstar.checkpoint.format import INDEX_NAME, MOST_INDEX_BYTES, OLD_PREFIX, STEP_NAME, VALUES_NAME, decode_index
 from patrickstar.checkpoint.source import Source, read_small
 from patrickstar.checkpoint.tensor_files import TensorFiles
+from patrickstar.comm.all_ranks import AllRanks, share_out
 from patrickstar.errors import CheckpointError, some
 from patrickstar.memory.fileio import FileIO, reported
 
@@ -43,7 +44,9 @@ class StepReader(TensorFiles):
         self._advice = advice
         self._verified: set[Path] = set()
         where = path / INDEX_NAME
-        self._index = index = decode_index(read_small(where, MOST_INDEX_BYTES, io), where=str(where))
+        data = read_small(where, MOST_INDEX_BYTES, io)
+        self._index = index = decode_index(data, where=str(where))
+        self._checksum = hashlib.sha256(data).hexdigest()
         named = STEP_NAME.fullmatch(path.name.removeprefix(OLD_PREFIX))
         if named and int(named[1]) != index.step:
             raise CheckpointError(f"{where}: step: {index.step}, in a directory named {path.name}")
@@ -79,15 +82,30 @@ class StepReader(TensorFiles):
             told = [f"{name} is {here} in the checkpoint, {there} in the model" for name, here, there in both]
             raise CheckpointError(f"{self.path}: a checkpoint of another model: {some(told, most=3, separator='; ')}")
 
-    def verify(self) -> None:
-        """Read every byte and hold it against its checksum.
+    def verify(self, all_ranks: AllRanks = AllRanks()) -> None:  # noqa: B008  (frozen)
+        """Read every byte and hold it against its checksum. Ranks that see the same files share them, each of which is read by one.
 
         Raises:
-            CheckpointError: names the file that is damaged, and the newest intact checkpoint beside it.
+            CheckpointError: names the file that is damaged, and the newest intact checkpoint beside it. Or ranks see different checkpoints.
         """
+        files = list(self._identities)
+        of_all = all_ranks.tell("a checkpoint: which it is", lambda: (self.step, self._checksum, self.known))
+        for rank, (step, checksum, _) in enumerate(of_all):
+            if checksum != of_all[0][1]:
+                raise CheckpointError(
+                    f"{self.path}: rank 0 sees a checkpoint of step {of_all[0][0]} there, rank {rank} another one, of step {step}: "
+                    "give a directory that all ranks see"
+                )
+        is_shared = all(theirs == of_all[0] for theirs in of_all)  # and each has no copy of its own
+        owners = share_out([nbytes for _, _, nbytes, _ in self._identities.values()], all_ranks.size)
+        own = [file for file, owner in zip(files, owners, strict=True) if owner == all_ranks.rank or not is_shared]
+        all_ranks.do("a checkpoint: its checksums", lambda: self._expect_intact(own))
+        self._verified.update(files)
+
+    def _expect_intact(self, files: Iterable[Path]) -> None:
         try:
-            for file in self._index.files:
-                self.source(self.path / file)
+            for path in files:
+                self.source(path)
         except CheckpointError as problem:
             raise CheckpointError(f"{problem}{self._advice()}") from problem
 

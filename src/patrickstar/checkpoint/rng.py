@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import random
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree
 
+from patrickstar.comm.all_ranks import AllRanks
 from patrickstar.errors import CheckpointError
 
 _log = logging.getLogger("patrickstar")
@@ -27,6 +29,18 @@ def capture(device: torch.device | None = None) -> dict[str, Any]:
     if device is not None:
         tree["device"] = torch.get_device_module(device).get_rng_state(device)
     return tree
+
+
+def capture_all(all_ranks: AllRanks, device: torch.device | None = None) -> list[dict[str, Any]]:
+    """The states of all ranks, in their order, each as `capture` gives it."""
+
+    def packed() -> bytes:  # pickle by itself does not read tensors of uint32 back
+        file = io.BytesIO()
+        torch.save(capture(device), file)
+        return file.getvalue()
+
+    of_all = all_ranks.tell("save_checkpoint(): states of random number generators", packed)
+    return [torch.load(io.BytesIO(state), weights_only=True) for state in of_all]
 
 
 def check(tree: object, device: torch.device | None = None) -> None:

@@ -23,6 +23,11 @@ class Shard:
     file: str
     entries: tuple[TensorEntry, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(entry.nbytes for entry in self.entries)
+
 
 def plan_shards(entries: Sequence[TensorEntry], *, shard_bytes: int) -> tuple[Shard, ...]:
     """Files of at most `shard_bytes` of tensors each (a larger tensor has one to itself), stem by stem.

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from patrickstar.checkpoint.format import OLD_PREFIX, FileRecord
 from patrickstar.checkpoint.writer import BLOCK_BYTES, FileWriter
+from patrickstar.comm.all_ranks import AllRanks
 from patrickstar.errors import DeviceError
 from patrickstar.memory.fileio import FileIO, reported, two_blocks
 from patrickstar.units import format_bytes
@@ -52,28 +53,56 @@ class StagedFiles:
 
 @contextlib.contextmanager
 def staged(
-    directory: Path, nbytes: int, *, io: FileIO, what: str, intact: str, block_bytes: int = BLOCK_BYTES
+    directory: Path,
+    nbytes: int,
+    *,
+    io: FileIO,
+    what: str,
+    intact: str,
+    block_bytes: int = BLOCK_BYTES,
+    all_ranks: AllRanks = AllRanks(),  # noqa: B008  (frozen)
 ) -> Iterator[StagedFiles]:
-    """A directory inside of `directory`, which is made and kept from other writers meanwhile.
+    """A directory inside of `directory`, which is made and kept from other writers meanwhile. Of several ranks rank 0 does that, for all.
 
     Args:
         nbytes: what will be written there. what: its name in messages. intact: what has not been touched where it does not fit.
     Raises:
-        DeviceError: the directory cannot be used, another writer is there, or less is free.
+        DeviceError: the directory cannot be used, another writer is there, less is free, or not all ranks see it.
     """
+    with contextlib.ExitStack() as stack:
+        name = all_ranks.lead(
+            f"{what}: a place for it", lambda: stack.enter_context(_made(directory, nbytes, io, what, intact))
+        )
+        path = directory / name
+        all_ranks.do(f"{what}: a look at its place", lambda: _expect_there(path, io))
+        lane = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="patrickstar-checkpoint"))
+        yield StagedFiles(path, io=io, lane=lane, block_bytes=block_bytes)
+
+
+@contextlib.contextmanager
+def _made(directory: Path, nbytes: int, io: FileIO, what: str, intact: str) -> Iterator[str]:
+    """The name of a new directory inside of `directory`."""
     _make_directories(directory, io)
-    with _locked(directory, io, what=what), ThreadPoolExecutor(1, thread_name_prefix="patrickstar-checkpoint") as lane:
+    with _locked(directory, io, what=what):
         _sweep(directory, io)
         _check_space(directory, nbytes, io, what=what, intact=intact)
         path = aside(directory)
         try:
             with reported(f"{path}: cannot make the directory"):
                 io.make_directory(path)
-            yield StagedFiles(path, io=io, lane=lane, block_bytes=block_bytes)
+            yield path.name
         finally:
             # What cannot be removed now (the disk may have gone) is swept when the next one is written.
             with contextlib.suppress(OSError):
                 remove(path, io)
+
+
+def _expect_there(path: Path, io: FileIO) -> None:
+    with reported(f"{path}: cannot look there"):
+        if io.status(path) is None:
+            raise DeviceError(
+                f"{path}: rank 0 has just made it, and it is not here: give a directory that all ranks see"
+            )
 
 
 def aside(directory: Path) -> Path:

@@ -29,10 +29,11 @@ import torch
 from patrickstar.checkpoint.extra import Saved, take_values, write_values
 from patrickstar.checkpoint.find import is_complete, step_directories
 from patrickstar.checkpoint.format import INDEX_NAME, LATEST_NAME, OLD_PREFIX, VALUES_NAME, Index, encode_index
-from patrickstar.checkpoint.shards import plan_shards, write_shard
+from patrickstar.checkpoint.shards import Shard, plan_shards
 from patrickstar.checkpoint.staged_files import aside, remove, staged, sync_directory
 from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.checkpoint.writer import BLOCK_BYTES
+from patrickstar.checkpoint.writers import Writers
 from patrickstar.errors import CheckpointError, ConfigError
 from patrickstar.memory.fileio import FileIO, reported
 from patrickstar.units import GIB
@@ -55,6 +56,7 @@ def write_step(
     shard_bytes: int = SHARD_BYTES,
     block_bytes: int = BLOCK_BYTES,
     io: FileIO | None = None,
+    writers: Writers = Writers(),  # noqa: B008  (frozen)
 ) -> Path:
     """Write one checkpoint, move `latest` to it, and return its directory, `directory/step-00000012`.
 
@@ -70,35 +72,52 @@ def write_step(
         keep: how many of the newest complete checkpoints stay, this one included; None: all.
         shard_bytes: bytes of tensors in one file, unless one tensor is larger.
         block_bytes: bytes of one write, a multiple of 4096.
+        writers: all ranks, where there are several: each writes files of its own, in which tensors are whole; values are rank 0's.
     Raises:
         ConfigError: an argument; nothing was touched. CheckpointError: something in `extra` could not be read back; nothing was touched.
         DeviceError: what could not be written, with file, offset and bytes; what `latest` names is complete, as before.
     """
-    if keep is not None and (type(keep) is not int or keep < 1):
-        raise ConfigError(f"keep={keep!r}: expected the number of checkpoints to keep, 1 or more, or None for all")
-    shards = plan_shards(entries, shard_bytes=shard_bytes)
-    tensors: Saved = {}
-    taken = {"state": take_values(state, "state", tensors), "extra": take_values(extra, "extra", tensors)}
-    nbytes = sum(saved.nbytes for _, saved in tensors.values()) + sum(entry.nbytes for entry in entries)
-    io = io or FileIO()
+    all_ranks, io = writers.all_ranks, io or FileIO()
     final = directory / f"step-{step:08d}"
+    shared_bytes = -(-sum(entry.nbytes for entry in entries) // all_ranks.size)  # so that there is a file for each rank
+
+    def prepare() -> tuple[Sequence[Shard], object, int]:
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise ConfigError(f"keep={keep!r}: expected the number of checkpoints to keep, 1 or more, or None for all")
+        shards = plan_shards(entries, shard_bytes=min(shard_bytes, shared_bytes) if all_ranks.size > 1 else shard_bytes)
+        tensors: Saved = {}
+        taken = {"state": take_values(state, "state", tensors), "extra": take_values(extra, "extra", tensors)}
+        return shards, taken, sum(saved.nbytes for _, saved in tensors.values())
+
+    what = "a checkpoint"
+    shards, taken, values_bytes = all_ranks.do("save_checkpoint(): values and files", prepare)
+    nbytes = values_bytes + sum(shard.nbytes for shard in shards)
     intact = "checkpoints taken before are intact"
-    with staged(directory, nbytes, io=io, what="a checkpoint", intact=intact, block_bytes=block_bytes) as staging:
+    with staged(
+        directory, nbytes, io=io, what=what, intact=intact, block_bytes=block_bytes, all_ranks=all_ranks
+    ) as staging:
         path = staging.path / final.name
-        with reported(f"{path}: cannot make the directory"):
-            io.make_directory(path)
-        write_values(staging, path / VALUES_NAME, taken)
-        for shard in shards:
-            write_shard(staging, path, shard, read=read)
-        index = Index(step, {name: tuple(shape) for name, shape in parameters.items()}, dict(staging.records))
-        staging.write(path / INDEX_NAME, encode_index(index))
-        sync_directory(path, io)
-        staging.write(staging.path / LATEST_NAME, f"{final.name}\n".encode("ascii"))
-        _publish(path, final, io)
-        with reported(f"{directory / LATEST_NAME}: cannot move it to {final.name}"):
-            io.rename(staging.path / LATEST_NAME, directory / LATEST_NAME)
-        sync_directory(directory, io)
-        _retain(directory, final, keep, io)
+
+        def begin() -> int:
+            with reported(f"{path}: cannot make the directory"):
+                io.make_directory(path)
+            write_values(staging, path / VALUES_NAME, taken)
+            return staging.records[VALUES_NAME].nbytes
+
+        def finish() -> None:
+            index = Index(step, {name: tuple(shape) for name, shape in parameters.items()}, dict(staging.records))
+            staging.write(path / INDEX_NAME, encode_index(index))
+            sync_directory(path, io)
+            staging.write(staging.path / LATEST_NAME, f"{final.name}\n".encode("ascii"))
+            _publish(path, final, io)
+            with reported(f"{directory / LATEST_NAME}: cannot move it to {final.name}"):
+                io.rename(staging.path / LATEST_NAME, directory / LATEST_NAME)
+            sync_directory(directory, io)
+            _retain(directory, final, keep, io)
+
+        first_has = all_ranks.lead(f"{what}: its values", begin)
+        writers.write(staging, path, shards, read=read, what=what, first_has=first_has)
+        all_ranks.lead(f"{what}: its index", finish)
     return final
 
 

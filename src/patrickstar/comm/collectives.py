@@ -100,10 +100,20 @@ class Collectives:
         assert (out.numel(), out.dtype) == (self._ranks.size * shard.numel(), shard.dtype)
 
         def act() -> None:
-            self._finish(*self._gathered(_bytes(out), _bytes(shard)))
+            self._finish(*_gathered(self._ranks, _bytes(out), _bytes(shard)))
             self.sent_bytes += (self._ranks.size - 1) * shard.nbytes
 
         return self._issue("gather", what, f"{shard.numel()} {shard.dtype}", act, after)
+
+    def exchange(self, out: torch.Tensor, parts: torch.Tensor, what: str, *, after: Collection[Ticket] = ()) -> Ticket:
+        """Has `out` [p * n] get the pieces of all ranks' `parts` [p * n] that are for this one, in their order."""
+        assert (out.numel(), out.dtype) == (parts.numel(), parts.dtype)
+
+        def act() -> None:
+            self._finish(all_to_all(self._ranks.data, _bytes(out), _bytes(parts)))
+            self.sent_bytes += (self._ranks.size - 1) * (parts.nbytes // self._ranks.size)
+
+        return self._issue("exchange", what, f"{parts.numel()} {parts.dtype}", act, after)
 
     def reduce(
         self,
@@ -267,16 +277,6 @@ class Collectives:
         odd = tuple(rank for row, ranks in ranks_of.items() if row != most for rank in ranks)
         raise self._failed(News(odd, collective.text, reason))
 
-    def _gathered(self, out: torch.Tensor, shard: torch.Tensor) -> list[dist.Work]:
-        ranks = self._ranks
-        if ranks.device.type != "cpu":
-            return [all_gather(ranks.data, out, shard)]
-        # As many bytes, and half of the time or less: gloo's gather copies all of it once more.
-        pieces = out.view(ranks.size, -1)
-        if pieces[ranks.rank].data_ptr() != shard.data_ptr():
-            pieces[ranks.rank].copy_(shard)
-        return [broadcast(ranks.data, piece, root) for root, piece in enumerate(pieces)]
-
     def _gather_bytes(self, row: bytes) -> list[bytes]:
         """The bytes of all ranks, as many of each; none are sent where there are none."""
         if not row:
@@ -334,6 +334,16 @@ class Collectives:
         error = self._watch.failure_of(sys.maxsize)
         assert error is not None
         return error
+
+
+def _gathered(ranks: Ranks, out: torch.Tensor, shard: torch.Tensor) -> list[dist.Work]:
+    if ranks.device.type != "cpu":
+        return [all_gather(ranks.data, out, shard)]
+    # As many bytes, and half of the time or less: gloo's gather copies all of it once more.
+    pieces = out.view(ranks.size, -1)
+    if pieces[ranks.rank].data_ptr() != shard.data_ptr():
+        pieces[ranks.rank].copy_(shard)
+    return [broadcast(ranks.data, piece, root) for root, piece in enumerate(pieces)]
 
 
 def sum_in_rank_order(out: torch.Tensor, pieces: torch.Tensor, *, adds: bool) -> None:

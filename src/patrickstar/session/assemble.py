@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from patrickstar.comm.all_ranks import AllRanks
 from patrickstar.comm.collectives import Collectives
 from patrickstar.comm.ranks import Ranks, group_of
 from patrickstar.config.arguments import MemoryOptions
@@ -129,7 +130,6 @@ def expect_known_over_ranks(model: nn.Module, memory: MemoryOptions, ranks: Rank
     refused = {
         'step="in_backward"': memory.step == "in_backward",
         f'device="{device}"': device not in ("cpu", "emulated"),
-        "weights": memory.weights is not None,
     }
     problems = [f"{what} over {ranks.size} ranks comes later" for what, asked in refused.items() if asked]
     if any(parameter.grad is not None for parameter in model.parameters()):
@@ -161,7 +161,7 @@ def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, s
                 scale = setup.memory.options.loss_scale or LossScale()
                 session.scaler = LossScaler(scale, parts.training, managed, original)
         if source is not None:
-            source.prepare(named, store.state, setup.budgets)
+            source.prepare(named, store.state, setup.budgets, AllRanks(parts.collectives))
         take_over(parts, source, original)
         undo.pop_all()
     if source is not None:

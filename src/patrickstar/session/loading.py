@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,11 +11,13 @@ from torch import Tensor, nn
 
 from patrickstar.checkpoint.matching import Match, Wanted, match
 from patrickstar.checkpoint.naming import Naming, naming_of
+from patrickstar.checkpoint.tensors import bytes_of
 from patrickstar.checkpoint.weight_files import WeightFiles
+from patrickstar.comm.all_ranks import AllRanks
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import WEIGHT
 from patrickstar.deferred.deferred_init import present_and_absent_bytes
-from patrickstar.errors import some
+from patrickstar.errors import CheckpointError, some
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.plan.residency import Residency
 from patrickstar.session.buffers import persistent_buffers
@@ -61,14 +64,32 @@ class Loading:
         """A parameter's value, of the type it has in its file."""
         return self._origins[name].read(self._files, self._naming)
 
-    def prepare(self, named: Mapping[str, nn.Parameter], state: Residency, budgets: Budgets) -> None:
-        """Does what can be done before anything changes. CheckpointError: something cannot be read."""
+    def prepare(
+        self,
+        named: Mapping[str, nn.Parameter],
+        state: Residency,
+        budgets: Budgets,
+        all_ranks: AllRanks = AllRanks(),  # noqa: B008  (frozen)
+    ) -> None:
+        """Does what can be done before anything changes. CheckpointError: something cannot be read, or ranks see other values."""
         self.keep = _fit_twice(named, state, budgets)
-        for origin in () if self.keep else self._origins.values():  # every byte that will be wanted
-            for part in origin.parts:
-                for piece in self._files.pieces(part, _PIECE_NUMEL):
-                    del piece
-        self._values = {name: origin.read(self._files, self._naming) for name, origin in self._buffers.items()}
+        is_shared = len(set(all_ranks.tell("manage(weights=): which files", lambda: self._files.known))) == 1
+
+        def look() -> str:
+            found = hashlib.sha256()
+            for origin in () if self.keep and is_shared else self._origins.values():  # every byte that will be wanted
+                for part in origin.parts:
+                    for piece in self._files.pieces(part, _PIECE_NUMEL):
+                        if not is_shared:
+                            found.update(bytes_of(piece))
+                        del piece
+            self._values = {name: origin.read(self._files, self._naming) for name, origin in self._buffers.items()}
+            return found.hexdigest()
+
+        if len(set(all_ranks.tell("manage(weights=): their values", look))) > 1:
+            raise CheckpointError(
+                f"{self._files.path}: ranks see files with other values there: give all the same ones"
+            )
 
     def finish(self) -> None:
         """Gives the model's buffers their values, in place, and closes the files."""

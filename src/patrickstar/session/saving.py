@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import logging
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,29 +19,32 @@ from patrickstar.checkpoint.naming import describe, own_keys
 from patrickstar.checkpoint.reader import StepReader
 from patrickstar.checkpoint.storage import write_step
 from patrickstar.checkpoint.tensors import TensorEntry
+from patrickstar.checkpoint.writers import Writers
+from patrickstar.comm.all_ranks import AllRanks
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, WEIGHT
 from patrickstar.errors import CheckpointError
 from patrickstar.optim.state import restore_groups
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.session.buffers import persistent_buffers
+from patrickstar.session.delivery import Delivery, Kept
 from patrickstar.session.loading import tensors_of
 from patrickstar.session.parts import Parts
 
+_log = logging.getLogger("patrickstar")
 _EXACT_IN_FP32 = (torch.bfloat16, torch.float16)
 _MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 
 
 class _Saved(NamedTuple):
-    """A tensor of a checkpoint: what it is, its elements in order, and what takes over one that was saved."""
+    """A tensor of a checkpoint: what it is, and where its values are."""
 
     entry: TensorEntry
-    pieces: Callable[[], Iterable[Tensor]]
-    take: Callable[[StepReader], object]
+    source: Kept | Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """Writes and reads checkpoints, and exports the model, a piece at a time.
+    """Writes and reads checkpoints, and exports the model, a piece at a time; of several ranks, all do.
 
     Attributes:
         parts: of the session. live_groups: the optimizer's parameter groups, or None. scaler: scales losses.
@@ -50,13 +54,21 @@ class Saving:
     live_groups: list[dict[str, Any]] | None
     scaler: torch.amp.GradScaler
 
+    @property
+    def all_ranks(self) -> AllRanks:
+        """The ranks that share the model."""
+        return AllRanks(self.parts.collectives)
+
     def save(self, directory: Path, step: int, *, extra: object, keep: int | None = None) -> Path:
         """Writes `directory/step-...` and moves `latest`. DeviceError where it cannot be written; nothing is lost by that."""
         self.parts.executor.settle()
         tensors, live = self._tensors(self.parts.steps), self.live_groups
+        delivery = Delivery(self.parts, {name: saved.source for name, saved in tensors.items()})
+        own, *others = rng.capture_all(self.all_ranks, self.parts.binding.device)
         state: dict[str, Any] = {
             "steps": dict(self.parts.steps),
-            "rng": rng.capture(self.parts.binding.device),
+            "rng": own,
+            "rng_of_other_ranks": others,
             "groups": None
             if live is None
             else [{key: group[key] for key in group if key != "params"} for group in live],
@@ -68,84 +80,112 @@ class Saving:
                 directory,
                 step,
                 entries=[saved.entry for saved in tensors.values()],
-                read=lambda name: tensors[name].pieces(),
+                read=delivery.read,
                 parameters=self._shapes(),
                 state=state,
                 extra=extra,
                 keep=keep,
+                writers=self._writers(delivery),
             )
 
     def load(self, path: Path) -> tuple[int, object]:
         """Takes over a checkpoint: (step, extra). CheckpointError before anything has changed where it is not whole or not of this model."""
-        with open_step(path) as reader:
-            reader.require_model(self._shapes())
-            reader.verify()
-            state, extra = reader.values["state"], reader.values["extra"]
-            tensors = self._check(reader, state)
-            assert isinstance(state, dict)
-            steps = state["steps"]
-            self._forget()
-            with self.parts.executor.lock, self.parts.executor.quiet():
-                for name in reader.spans:
-                    tensors[name].take(reader)
-                for name in set(self.parts.steps) - set(steps):
-                    self.parts.weights.clear_averages(name)
-            self.parts.steps.clear()
-            self.parts.steps.update(steps)
-            self.parts.binding.changes.stepped(self.parts.binding.by_name)
+        do, what = self.all_ranks.do, "load_checkpoint()"
+        with ExitStack() as stack:
+            reader = do(what, lambda: stack.enter_context(self._open(path)))
+            reader.verify(self.all_ranks)
+            tensors = do(f"{what}: a look at the values", lambda: self._check(reader, reader.values["state"]))
+            state = reader.values["state"]
+            do(f"{what}: weights and moments", lambda: self._take_tensors(reader, tensors, state["steps"]))
             live = self.live_groups
             if live is not None and state["groups"] is not None:
                 restore_groups(live, {"param_groups": state["groups"]})
             if self.scaler.is_enabled() and state.get("scaler"):  # from fp16 to fp16; another precision has none
                 self.scaler.load_state_dict(state["scaler"])
-            rng.restore(state["rng"], self.parts.binding.device)
-            return reader.step, extra
+            if (states := self._random_states(state)) is None:
+                _log.warning(
+                    "%s was saved by fewer ranks and has no random state of rank %d, which keeps its own",
+                    path,
+                    self.all_ranks.rank,
+                )
+            else:
+                rng.restore(states, self.parts.binding.device)
+            return reader.step, reader.values["extra"]
 
     def export(self, directory: Path, *, shard_bytes: int) -> None:
         """Writes parameters in fp32, persistent buffers in the type they have, and the configuration. DeviceError: it cannot be written."""
-        model, weights, names = self.parts.model, self.parts.weights, self.parts.binding.names
+        model, binding = self.parts.model, self.parts.binding
         tensors = tensors_of(model)
         kept = own_keys(model, tensors)
         found = {key: tensor for keys, tensor in tensors.items() if (key := kept.get(keys))}
-
-        def pieces(key: str) -> Iterable[Tensor]:
-            name = names.get(id(found[key]))
-            return weights.elements(name) if name is not None else [found[key].detach().contiguous().reshape(-1)]
-
+        names = {key: binding.names.get(id(tensor)) for key, tensor in found.items()}
+        sources = {
+            key: tensor if (name := names[key]) is None else Kept(WEIGHT, binding.by_name[name])
+            for key, tensor in found.items()
+        }
         entries = [
-            TensorEntry(key, torch.float32 if id(tensor) in names else tensor.dtype, tuple(tensor.shape))
+            TensorEntry(key, tensor.dtype if names[key] is None else torch.float32, tuple(tensor.shape))
             for key, tensor in found.items()
         ]
+        delivery = Delivery(self.parts, sources)
         with self.parts.executor.lock, self.parts.executor.quiet():
             write_model(
                 directory,
                 entries,
-                read=pieces,
+                read=delivery.read,
                 describe=lambda to: describe(model, torch.float32, to),
                 shard_bytes=shard_bytes,
+                writers=self._writers(delivery),
             )
 
+    def _writers(self, delivery: Delivery) -> Writers:
+        """The ranks, of which each reads what it writes from this delivery; buffers are rank 0's."""
+        buffers = [name for name, source in delivery.sources.items() if isinstance(source, Tensor)]
+        return Writers(self.all_ranks, delivery.rounds, frozenset(buffers))
+
     def _tensors(self, updated: Collection[str]) -> dict[str, _Saved]:
-        """The tensors of a checkpoint, by name. `updated`: the parameters that have moments."""
-        binding, buffers = self.parts.binding, persistent_buffers(self.parts.model)
-        found = [self._kept(WEIGHT, bound) for bound in binding]
+        """The tensors of a checkpoint, by name, in the order in which they lie. `updated`: the parameters that have moments."""
+        places = self.parts.layout.slices
+        bound_in_order = sorted(
+            self.parts.binding, key=lambda bound: (places[bound.name].chunk, places[bound.name].offset)
+        )
+        buffers = persistent_buffers(self.parts.model)
+        found = [_saved(WEIGHT, bound) for bound in bound_in_order]
         found += [_buffer(f"buffer/{name}", buffer) for name, buffer in buffers.items()]
-        found += [self._kept(plane, bound) for bound in binding if bound.name in updated for plane in _MOMENTS]
+        found += [_saved(plane, bound) for plane in _MOMENTS for bound in bound_in_order if bound.name in updated]
         return {saved.entry.name: saved for saved in found}
 
-    def _kept(self, plane: str, bound: BoundParameter) -> _Saved:
-        """A parameter's values in a plane."""
-        weights, name = self.parts.weights, f"{plane}/{bound.name}"
+    def _open(self, path: Path) -> StepReader:
+        reader = open_step(path)
+        reader.require_model(self._shapes())
+        return reader
 
-        def take(reader: StepReader) -> None:
-            if bound.shape_only.is_contiguous():
-                weights.read_into(bound.name, lambda kept, at: reader.read_into(name, kept, start=at), plane)
-            else:
-                weights.fill(bound, reader.read(name), plane)
+    def _take_tensors(self, reader: StepReader, tensors: Mapping[str, _Saved], steps: Mapping[str, int]) -> None:
+        """Takes over weights, moments, buffers and counts of updates: of several ranks, each what it keeps."""
+        self._forget()
+        with self.parts.executor.lock, self.parts.executor.quiet():
+            for name in reader.spans:
+                self._take(reader, name, tensors[name].source)
+            for name in set(self.parts.steps) - set(steps):
+                self.parts.weights.clear_averages(name)
+        self.parts.steps.clear()
+        self.parts.steps.update(steps)
+        self.parts.binding.changes.stepped(self.parts.binding.by_name)
 
-        stem = "weights" if plane == WEIGHT else "moments"
-        entry = TensorEntry(name, torch.float32, tuple(bound.shape_only.shape), stem)
-        return _Saved(entry, partial(weights.elements, bound.name, plane), take)
+    def _take(self, reader: StepReader, name: str, source: Kept | Tensor) -> None:
+        if isinstance(source, Tensor):
+            source.copy_(reader.read(name))
+            return
+        plane, bound = source
+        if bound.shape_only.is_contiguous():
+            self.parts.weights.read_into(bound.name, lambda kept, at: reader.read_into(name, kept, start=at), plane)
+        else:
+            self.parts.weights.fill(bound, reader.read(name), plane)
+
+    def _random_states(self, state: Mapping[str, Any]) -> object | None:
+        """The random states of this rank in a checkpoint; None where fewer ranks have saved it."""
+        of_all = [state["rng"], *state.get("rng_of_other_ranks", ())]
+        return of_all[self.all_ranks.rank] if self.all_ranks.rank < len(of_all) else None
 
     def _forget(self) -> None:
         """Ends what is under way, and lets gradients go: everything is about to be loaded anew."""
@@ -168,6 +208,7 @@ class Saving:
             not isinstance(state, dict)
             or {"steps", "rng", "groups", "group_parameters"} - set(state)
             or not isinstance(state["steps"], dict)
+            or not isinstance(state.get("rng_of_other_ranks", []), list)
         ):
             raise CheckpointError(f"{where}: its state is not that of a session")
         steps = state["steps"]
@@ -187,7 +228,8 @@ class Saving:
                     f"{where}: {name} is {span.dtype}, expected {expected}: a checkpoint of another precision"
                 )
         self._check_groups(where, state["groups"], state["group_parameters"])
-        rng.check(state["rng"], self.parts.binding.device)
+        if (states := self._random_states(state)) is not None:
+            rng.check(states, self.parts.binding.device)
         return tensors
 
     def _check_groups(self, where: Path, groups: list[object] | None, parameters: list[list[str]]) -> None:
@@ -208,9 +250,11 @@ class Saving:
                 )
 
 
+def _saved(plane: str, bound: BoundParameter) -> _Saved:
+    stem = "weights" if plane == WEIGHT else "moments"
+    entry = TensorEntry(f"{plane}/{bound.name}", torch.float32, tuple(bound.shape_only.shape), stem)
+    return _Saved(entry, Kept(plane, bound))
+
+
 def _buffer(name: str, buffer: Tensor) -> _Saved:
-    return _Saved(
-        TensorEntry(name, buffer.dtype, tuple(buffer.shape), "buffers"),
-        lambda: [buffer.detach().cpu().contiguous().reshape(-1)],
-        lambda reader: buffer.copy_(reader.read(name)),
-    )
+    return _Saved(TensorEntry(name, buffer.dtype, tuple(buffer.shape), "buffers"), buffer)

@@ -164,10 +164,10 @@ class Session:
         *,
         keep: int | None = None,
     ) -> Path:
-        """Writes `dir/step-00000012/` and moves `dir/latest`; returns the first.
+        """Writes `dir/step-00000012/` and moves `dir/latest`; returns the first. Of several ranks all do, in a directory that all see.
 
         Args:
-            extra: JSON values, tensors, and objects with `state_dict`, such as a scheduler or a data loader.
+            extra: JSON values, tensors, and objects with `state_dict`, such as a scheduler or a data loader; of several ranks, rank 0's.
             wait: only True until checkpoints can be written in the background.
             keep: how many of the newest stay; None: all.
         Raises:
@@ -184,6 +184,8 @@ class Session:
     def load_checkpoint(self, dir: str | Path) -> Any:  # noqa: A002 - the name users type
         """Takes over `dir/latest`, or one step's directory, and gives back `extra`: containers and tensors, `state_dict`s as plain values.
 
+        Any number of ranks takes what any other has saved.
+
         Raises:
             CheckpointError: it is damaged or of another model. Nothing has changed then.
         """
@@ -196,7 +198,7 @@ class Session:
         """Writes the weights to `dir` as the model's own library reads them: safetensors with index and configuration.
 
         Parameters are in fp32, tied ones stand there once. Written aside first; other files in `dir` stay. A model of no library has its
-        tensors written and no configuration.
+        tensors written and no configuration. Of several ranks all export.
 
         Args:
             max_shard_size: of one file, unless a tensor is larger.
@@ -209,10 +211,6 @@ class Session:
         self._saving().export(Path(dir), shard_bytes=shard_bytes)
 
     def _saving(self) -> Saving:
-        if self._parts.collectives is not None:
-            raise StateError(
-                "checkpoints and exports over ranks come later: torch.save(session.state_dict(), file) on all ranks"
-            )
         groups = None if self.optimizer is None else self.optimizer.param_groups
         return Saving(self._parts, groups, self.scaler)
 

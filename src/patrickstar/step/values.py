@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -50,34 +50,28 @@ class Weights:
         if self.gathering is not None:
             self.gathering.assemble(name, self.pieces(name, plane), flat)
             return
-        at = 0
-        for piece in self.pieces(name, plane):
-            flat[at : at + piece.numel()].copy_(piece)
-            at += piece.numel()
-
-    def elements(self, name: str, plane: str = WEIGHT) -> Iterator[Tensor]:
-        """The values in the order of the parameter's elements, in contiguous 1-D pieces."""
-        if self.binding.by_name[name].shape_only.is_contiguous():
-            yield from self.pieces(name, plane)
-        else:
-            yield self.read(name, plane).contiguous().reshape(-1)
+        put_together(flat, self.pieces(name, plane))
 
     def pieces(self, name: str, plane: str) -> Iterator[Tensor]:
         """The values as 1-D pieces on the host in slot order; each valid until the next is asked for, and not to be written."""
         if plane == WEIGHT:
             self.binding.changes.look(self.binding.by_name[name])
         for part in self.layout.parts(name):
-            kept, rest = self._kept(name, part, plane, writes=False)
-            if kept.dtype is torch.float32:
-                yield kept.cpu()
-                continue
-            for block in blocks(kept.numel(), of=_BLOCK_NUMEL):
-                master = torch.empty(block.stop - block.start, device="cpu")
-                if rest is None:
-                    master.copy_(kept[block])
-                else:
-                    join(kept[block].cpu(), rest[block].cpu(), master)
-                yield master
+            yield from self.pieces_of(name, part, plane)
+
+    def pieces_of(self, name: str, part: Part, plane: str) -> Iterator[Tensor]:
+        """The values in one chunk, as `pieces` gives them."""
+        kept, rest = self._kept(name, part, plane, writes=False)
+        if kept.dtype is torch.float32:
+            yield kept.cpu()
+            return
+        for block in blocks(kept.numel(), of=_BLOCK_NUMEL):
+            master = torch.empty(block.stop - block.start, device="cpu")
+            if rest is None:
+                master.copy_(kept[block])
+            else:
+                join(kept[block].cpu(), rest[block].cpu(), master)
+            yield master
 
     def read_into(self, name: str, read: Callable[[Tensor, int], object], plane: str = WEIGHT) -> None:
         """Sets the values from what `read` writes, piece by piece: into an fp32 tensor on the host, from an element of the parameter on."""
@@ -171,3 +165,11 @@ class Weights:
         with self.executor.room.making(bound.parameter.nbytes):
             self.executor.open()
             self.fill(bound, recorder.value(bound.parameter))
+
+
+def put_together(flat: Tensor, pieces: Iterable[Tensor]) -> None:
+    """Writes pieces one after another into a 1-D tensor."""
+    at = 0
+    for piece in pieces:
+        flat[at : at + piece.numel()].copy_(piece)
+        at += piece.numel()
