@@ -22,7 +22,7 @@ import click
 
 from patrickstar.cli.flags import Invocation, debug_option
 from patrickstar.cli.stop import Stopped
-from patrickstar.errors import BudgetError, ConfigError, Error, nearest
+from patrickstar.errors import BudgetError, ConfigError, Error, RankError, nearest
 
 # Verb -> the module that has it under the same name. Imported when asked for: `patrickstar --help` must not load torch.
 VERBS: Final = MappingProxyType(
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one call of the command line and gives its exit status; `None`: what this process was started with."""
     invocation = Invocation(may_reexecute=arguments is None)
     try:
-        with invocation.signals:
+        with invocation.signals, invocation.world:
             return _run(arguments, invocation)
     except Stopped as stopped:  # a second signal may come while the first is being dealt with
         return stopped.status
@@ -105,7 +105,10 @@ def _refuse(error: Exception, invocation: Invocation, *, text: str, status: int)
     if invocation.debug:
         traceback.print_exception(error)
     paragraph = "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
-    click.echo(f"patrickstar: {paragraph}", err=True)
+    # What is wrong with a rank each of the others says in words of its own.
+    if invocation.world.tells(error.reason if isinstance(error, RankError) else paragraph):
+        click.echo(f"patrickstar: {paragraph}", err=True)
+    invocation.world.leave(paragraph)
     return status
 
 
