@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.mutant import Fault, Mutant
-from tests.mutants.operators import always, drop, replace, without
+from tests.mutants.operators import always, assign, drop, replace, returns, without
 
 HERE = "tests/comm/test_collectives.py"
 FAILURES = "tests/comm/test_failures.py"
@@ -11,6 +11,11 @@ OF_THREE = (f"{HERE}::test_a_reduce_has_the_bits_of_the_formula[3-dtype2-True]",
 DIFFERENT = f"{FAILURES}::test_ranks_that_do_different_things_raise_on_all_and_exchange_nothing"
 SESSION = "tests/session/test_ranks.py"
 BITS = f"{SESSION}::test_ranks_train_with_the_bits_of_one_process_that_has_all_gradients"
+WORLD = "tests/cli/test_world.py"
+ROWS = f"{WORLD}::test_each_rank_has_its_rows_of_the_batch_and_the_log_the_mean_of_their_losses"
+ENDS = f"{WORLD}::test_an_error_is_said_once_and_all_ranks_end_alike"
+FORECASTS = "tests/session/test_forecasts_of_ranks.py"
+SENT = f"{FORECASTS}::test_what_a_rank_sends_is_foreseen_to_the_byte"
 KILLED = f"{FAILURES}::test_a_rank_that_is_killed_is_named_by_all_others"
 
 RANKS: tuple[Mutant, ...] = (
@@ -76,5 +81,37 @@ RANKS: tuple[Mutant, ...] = (
     ),
     Fault("ranks need not be alike", "session.alike:expect_alike").by(
         replace("others", "()", nth=2), f"{SESSION}::test_ranks_that_are_not_alike_are_refused_by_manage"
+    ),
+    Fault("all ranks have the first rows of a batch", "cli.world:World.rows").by(replace("each * rank", "0"), ROWS),
+    Fault("the log has the loss of one rank", "cli.world:World.mean").by(returns("value"), ROWS),
+    Fault("an error of one rank is its own", "cli.world:World.together").by(
+        assign("first", "error"), f"{ENDS}[arguments4-2-only-of-1.txt: no such file]"
+    ),
+    Fault("all ranks say an error", "cli.world:World.tells").by(
+        returns("True", nth=2), f"{ENDS}[arguments2-3-what fits is for the 2 ranks of a machine]"
+    ),
+    Fault("ranks may have other texts", "cli.run:run").by(
+        drop("world.expect_alike"), f"{ENDS}[arguments3-2-of rank 1 and of rank 0 differ]"
+    ),
+    Fault("a signal to one rank stops that one", "cli.loop:TrainingRun._is_to_stop").by(
+        assign("asked", "[self.signals.requested]"),
+        f"{WORLD}::test_a_signal_to_one_rank_stops_all_after_the_same_step",
+    ),
+    Fault("plain steps have the gradients of the first rank", "cli.plain:PlainRun._add").by(
+        replace("sum(others, first).mul(1 / len(of_ranks))", "first"), ROWS
+    ),
+    Fault("ranks share each machine's budget as if it were theirs alone", "session.forecast:_given").by(
+        replace("which.local_size", "1"),
+        f"{FORECASTS}::test_the_smallest_budget_that_is_foreseen_is_the_machines_and_fits[2 ranks]",
+    ),
+    Fault("the block called last is gathered anew for its backward", "session.forecast:_sent_bytes").by(
+        replace("block != last", "True"), f"{SENT}[2 ranks-gpt2]"
+    ),
+    Fault("a frozen block sends gradients", "session.forecast:_sent_bytes").by(
+        replace("not layout.is_frozen(c)", "True"), f"{SENT}[2 ranks-frozen_llama]"
+    ),
+    Fault("a config's whole batch is one rank's", "engine.initialize:initialize_engine").by(
+        without("ranks="),
+        "tests/session/test_engine_of_ranks.py::test_the_loop_has_the_bits_of_one_process_with_all_gradients",
     ),
 )
