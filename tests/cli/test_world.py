@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,25 +65,34 @@ def run(ranks: Team, runs: Runs, *arguments: object, **signals: Any) -> list[tup
     return all_well(ranks.run(train, runs.home, [str(word) for word in words], *signals.values(), within_s=120))
 
 
-def test_torchrun_trains_with_the_bits_of_one_process_and_speaks_with_one_voice(runs: Runs) -> None:
-    words = (
-        "--device cpu --precision fp32 --batch-size 4 --seq-len 16 --steps 3 --accumulate 2 --clip 1 --compare-plain"
-    )
+def under_torchrun(runs: Runs, words: str) -> subprocess.CompletedProcess[str]:
     files = ["--data", runs.text, "--model", runs.model, "--log-json", runs.home / "log.jsonl"]
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "patrickstar", "train"]
-    done = subprocess.run(  # noqa: PLW1510  (its status is looked at)
-        [str(word) for word in (*start, *words.split(), *files)],
+    common = "--device cpu --precision fp32 --batch-size 4 --seq-len 16"
+    return subprocess.run(  # noqa: PLW1510  (its status is looked at)
+        [str(word) for word in (*start, *common.split(), *words.split(), *files)],
         env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}"},
         capture_output=True,
         text=True,
         timeout=240,
     )
+
+
+def test_torchrun_trains_with_the_bits_of_one_process_and_speaks_with_one_voice(runs: Runs) -> None:
+    done = under_torchrun(runs, "--steps 3 --accumulate 2 --clip 1 --compare-plain")
     assert done.returncode == 0, done.stderr
     for said in ("2 ranks", "plain PyTorch gives the same bits", "step 3/3", "predicted and measured"):
         assert done.stdout.count(said) == 1, done.stdout
     start_row, *steps, summary = runs.rows()
     assert (start_row["config"]["ranks"], [row["step"] for row in steps]) == (2, [1, 2, 3])
     assert summary["validation_loss"] < summary["first_validation_loss"]
+
+
+@pytest.mark.campaign  # a second start of torchrun
+def test_torchrun_sees_all_ranks_end_with_the_status_of_the_error_that_one_of_them_says(runs: Runs) -> None:
+    done = under_torchrun(runs, "--steps 3 --host-memory 40KiB")
+    assert done.stderr.count("patrickstar: BudgetError") == 1
+    assert re.findall(r"^ +exitcode +: (-?\d+)", done.stderr, re.MULTILINE) == ["3", "3"], done.stderr
 
 
 def plain_losses(model_file: Path, text_batches: list[torch.Tensor], ranks: int) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -67,9 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     invocation = Invocation(may_reexecute=arguments is None)
     try:
         with invocation.signals, invocation.world:
-            return _run(arguments, invocation)
+            status = _run(arguments, invocation)
     except Stopped as stopped:  # a second signal may come while the first is being dealt with
-        return stopped.status
+        status = stopped.status
+    if invocation.may_reexecute and invocation.world.size > 1:
+        # This process is about to end with its own status, also where torchrun has seen another end before.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return status
 
 
 def _run(arguments: Sequence[str] | None, invocation: Invocation) -> int:

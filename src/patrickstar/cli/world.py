@@ -6,6 +6,7 @@ import hashlib
 import os
 import pickle
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from patrickstar.comm.ranks import Ranks
 
 T = TypeVar("T")
+_LAST_WORDS_S: Final = 3.0
 # What torchrun gives each process that it starts.
 _OF_TORCHRUN: Final = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 
@@ -52,6 +54,16 @@ class World(ExitStack):
         self._ranks = Ranks()
         self._collectives = Collectives(self._ranks)
         self.callback(self._collectives.close)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        # torchrun ends all ranks once one has failed: by then the others should have said what they know, and have a status of their own.
+        if self._ranks is not None:
+            with suppress(RuntimeError):  # the store is gone, with the process that held it
+                patience, ended = time.monotonic() + _LAST_WORDS_S, self._ranks.store.add("ended", 1)
+                while ended < self.size and time.monotonic() < patience:
+                    time.sleep(0.02)
+                    ended = self._ranks.store.add("ended", 0)
+        return super().__exit__(*error)
 
     def leave(self, reason: str) -> None:
         """Takes part in nothing any more: the others end with an error that names this rank and its reason, unless they have ended too."""
