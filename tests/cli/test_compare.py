@@ -109,7 +109,7 @@ def managed_run(kind, *, clip=None, accumulate=1):
 
 def plain_run(precision=PLAIN_FP32, *, clip=None, accumulate=1, optimizer=SETTINGS):
     given = {"optimizer": optimizer, "schedule": SCHEDULE.rates, "clip": clip, "accumulate": accumulate}
-    return PlainRun(build(), batches(), precision=precision, **given)
+    return PlainRun(build(), [batches()], precision=precision, **given)
 
 
 def verdict(managed, run):

@@ -19,10 +19,10 @@ FLAGS = {
 
 @pytest.fixture
 def read(tmp_path):
-    def configured(config, **flags):
+    def configured(config, ranks=1, **flags):
         path = tmp_path / "config.json"
         path.write_text(json.dumps(config))
-        return configure(path, {**FLAGS, **flags}, explicit=flags.keys())
+        return configure(path, {**FLAGS, **flags}, explicit=flags.keys(), ranks=ranks)
 
     return configured
 
@@ -54,6 +54,16 @@ def test_what_it_says_takes_the_place_of_the_defaults(read):
     assert found.settings.schedule == Schedule("WarmupCosineLR", {"total_num_steps": 9})
     assert (found.memory.precision, found.memory.host_memory, found.memory.disk) == ("bf16", "1GiB", Path("spill"))
     assert found.memory.options.accumulate == 3
+
+
+def test_a_micro_batch_is_one_ranks_and_the_batch_of_a_flag_that_of_all(read):
+    whole = {"train_batch_size": 24, "gradient_accumulation_steps": 3}
+    assert read(whole, ranks=2).flags == {"accumulate": 3, "batch_size": 8}
+    assert read({"train_micro_batch_size_per_gpu": 4}, ranks=2).flags["batch_size"] == 8
+    given = read({"train_micro_batch_size_per_gpu": 4}, ranks=2, batch_size=6)
+    assert (given.flags["batch_size"], given.settings.micro_batch_size) == (6, 3)
+    with pytest.raises(ConfigError, match="= 4 x 3 x 2 ranks: write 24"):
+        read({**whole, "train_batch_size": 25}, ranks=2)
 
 
 # flags that are given win

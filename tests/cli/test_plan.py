@@ -122,3 +122,36 @@ def test_a_run_says_that_a_directory_cannot_be_written(runs, capsys, read_only):
     assert err.startswith(f"patrickstar: DeviceError: disk='{read_only}': files cannot be made in {read_only.parent}: ")
     assert "Read-only file system; mount it for writing, or name another directory" in err
     assert not read_only.exists()
+
+
+def test_a_step_of_several_ranks_is_planned_as_one_of_them_takes_it(runs, capsys):
+    arguments = ["--model", runs.model, "--device", "cpu", "--precision", "fp32", "--seq-len", 16, "--batch-size", 6]
+    status, out = plan(capsys, *arguments, "--world", 3)
+    assert status == 0
+    assert "3 ranks, 3 on a machine: peaks and transfers are one rank's, budgets those of a machine" in out
+    assert re.search(r"  transferred per step  to other ranks [\d.]+ KiB\n", out), out
+    alone, shared = (json.loads(plan(capsys, *arguments, "--json", "--world", world)[1]) for world in (1, 3))
+    assert alone["model_data_by_rank"] == [alone["model_data_bytes"]]
+    assert len(shared["model_data_by_rank"]) == 3
+    assert sum(shared["model_data_by_rank"]) == shared["model_data_bytes"] == alone["model_data_bytes"]
+    assert shared["predicted"]["peak"]["host"] < alone["predicted"]["peak"]["host"]
+    assert shared["predicted"]["moved"]["ranks"] > 0
+    assert "ranks" not in alone["predicted"]["moved"]
+    assert main(["plan", *map(str, arguments), "--world", "4"]) == 2
+    assert "--batch-size 6 over 4 ranks: it is of all of them together; give a multiple of 4" in capsys.readouterr().err
+
+
+def test_ranks_share_the_budgets_of_as_many_machines_as_they_need(runs, capsys):
+    arguments = ["--model", runs.model, "--precision", "fp32", "--machine", "v100-yard", "--batch-size", 16]
+    status, out = plan(capsys, *arguments, "--seq-len", 16, "--world", 16)
+    assert status == 0
+    assert "16 ranks, 8 on a machine" in out
+    assert "alone on the node" not in out
+    status, out = plan(
+        capsys, *arguments, "--seq-len", 16, "--world", 16, "--host-memory", "1MiB", "--device-memory", "300MiB"
+    )
+    enough = dict(re.findall(r"(\w+)_memory >= (\d+(?:\.\d+)? \w+)", out))
+    assert status == 3
+    budgets = [word for tier, budget in enough.items() for word in (f"--{tier}-memory", budget)]
+    rest = [] if "host" in enough else ["--host-memory", "1GiB"]
+    assert plan(capsys, *arguments, "--seq-len", 16, "--world", 16, *budgets, *rest)[0] == 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tests.mutants.mutant import Fault, Mutant
-from tests.mutants.operators import always, drop, never, replace, without
+from tests.mutants.operators import always, assign, drop, never, replace, returns, without
 from tests.parity.cover import few_ranks
-from tests.parity.matrix import RANKS as ROWS
+from tests.parity.matrix import RANKS as OF_RANKS
 
 HERE = "tests/comm/test_collectives.py"
 FAILURES = "tests/comm/test_failures.py"
@@ -25,12 +25,17 @@ STEP = "a_step_gathers_one_block_ahead_and_sends_a_block_when_the_next_backward_
 FAULTS = "tests/session/test_faults_of_ranks.py"
 ODD = f"{FAULTS}::test_a_rank_that_does_something_else_is_an_error_on_all"
 ALIKE = f"{FAULTS}::test_ranks_that_are_not_alike_are_refused_before_anything_is_changed"
+WORLD = "tests/cli/test_world.py"
+ROWS = f"{WORLD}::test_each_rank_has_its_rows_of_the_batch_and_the_log_the_mean_of_their_losses"
+ENDS = f"{WORLD}::test_an_error_is_said_once_and_all_ranks_end_alike"
+FORECASTS = "tests/session/test_forecasts_of_ranks.py"
+SENT = f"{FORECASTS}::test_what_a_rank_sends_is_foreseen_to_the_byte"
 KILLED = f"{FAILURES}::test_a_rank_that_is_killed_is_named_by_all_others"
 
 
 def of_a_row(*words: str) -> str:
     """The test of the first of the few rows of ranks with these words."""
-    row = next(row for row in few_ranks(ROWS) if all(word in str(row) for word in words))
+    row = next(row for row in few_ranks(OF_RANKS) if all(word in str(row) for word in words))
     return f"tests/parity/test_worlds.py::test_no_bit_depends_on_how_ranks_share_model_data[{row}]"
 
 
@@ -100,7 +105,7 @@ RANKS: tuple[Mutant, ...] = (
         "the block that was called last is let go of before its backward", "parameters.call_order:CallOrder._keep"
     ).by(without("('', block)", nth=1), f"{ORDER}::test_{STEP}"),
     Fault("nothing is gathered ahead", "parameters.call_order:CallOrder._begin").by(
-        never("ahead"), f"{ORDER}::test_{STEP}"
+        never("ahead not in self.there"), f"{ORDER}::test_{STEP}"
     ),
     Fault(
         "a block is sent before all of its calls have come back", "parameters.call_order:CallOrder.begin_backward"
@@ -241,5 +246,37 @@ RANKS: tuple[Mutant, ...] = (
     ),
     Fault("ranks may begin from different files", "session.loading:Loading.prepare").by(
         always("is_shared", nth=1), f"{SAVED}::test_ranks_begin_from_the_weights_of_files_that_all_have"
+    ),
+    Fault("all ranks have the first rows of a batch", "cli.world:World.rows").by(replace("each * rank", "0"), ROWS),
+    Fault("the log has the loss of one rank", "cli.world:World.mean").by(returns("value"), ROWS),
+    Fault("an error of one rank is its own", "cli.world:World.together").by(
+        assign("first", "error"), f"{ENDS}[arguments4-2-only-of-1.txt: no such file]"
+    ),
+    Fault("all ranks say an error", "cli.world:World.tells").by(
+        returns("True", nth=2), f"{ENDS}[arguments2-3-what fits is for the 2 ranks of a machine]"
+    ),
+    Fault("ranks may have other texts", "cli.run:run").by(
+        drop("world.expect_alike"), f"{ENDS}[arguments3-2-of rank 1 and of rank 0 differ]"
+    ),
+    Fault("a signal to one rank stops that one", "cli.loop:TrainingRun._is_to_stop").by(
+        assign("asked", "[self.signals.requested]"),
+        f"{WORLD}::test_a_signal_to_one_rank_stops_all_after_the_same_step",
+    ),
+    Fault("plain steps have the gradients of the first rank", "cli.plain:PlainRun._add").by(
+        replace("sum(others, first).mul(1 / len(of_ranks))", "first"), ROWS
+    ),
+    Fault("ranks share each machine's budget as if it were theirs alone", "session.forecast:_given").by(
+        replace("which.local_size", "1"),
+        f"{FORECASTS}::test_the_smallest_budget_that_is_foreseen_is_the_machines_and_fits[2 ranks]",
+    ),
+    Fault("a frozen block sends gradients", "parameters.exchange:Exchange.send").by(
+        replace("self.binding.by_name[name].parameter.requires_grad", "True"), f"{SENT}[2 ranks-frozen_llama]"
+    ),
+    Fault("gradients are not foreseen to be sent", "tracing.twin:Nobody.reduce").by(
+        drop("self.sent_bytes"), f"{SENT}[2 ranks-gpt2]"
+    ),
+    Fault("a config's whole batch is one rank's", "engine.initialize:initialize_engine").by(
+        without("ranks="),
+        "tests/session/test_engine_of_ranks.py::test_the_loop_has_the_bits_of_one_process_with_all_gradients",
     ),
 )

@@ -24,26 +24,34 @@ Batch = dict[str, torch.Tensor]
 class Batches:
     """Endless batches of windows of `seq_len` tokens, [batch_size, seq_len] each, shuffled anew in every epoch.
 
-    The state is how many sequences have been given out, with all that must be equal for this to mean the same place.
+    The state is how many sequences have been given out, with all that must be equal for this to mean the same place. It is that of all ranks.
     """
 
     def __init__(
-        self, tokens: Tokens, *, batch_size: int, seq_len: int, seed: int, device: torch.device | None = None
+        self,
+        tokens: Tokens,
+        *,
+        batch_size: int,
+        seq_len: int,
+        seed: int,
+        device: torch.device | None = None,
+        rows: slice = slice(None),
     ) -> None:
-        """Begins at the beginning. `device`: of the batches; None: the CPU."""
+        """Begins at the beginning. `device`: of the batches; None: the CPU. `rows`: those of each batch that are given out here."""
         self._windows = _windows(tokens, seq_len, "training")
         self._identity: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len, "seed": seed}
         self._identity["tokens"] = hashlib.sha256(tokens.tobytes()).hexdigest()
         self._batch_size = batch_size
         self._seed = seed
         self._device = device
+        self._rows = range(batch_size)[rows]
 
         self._position = 0
 
     def next(self) -> Batch:
         """The next batch, in which an epoch may end."""
         count = len(self._windows)
-        places = (divmod(self._position + index, count) for index in range(self._batch_size))
+        places = (divmod(self._position + index, count) for index in self._rows)
         rows = self._windows[[int(_order(self._seed, epoch, count)[place]) for epoch, place in places]]
         self._position += self._batch_size
         return as_batch(rows, self._device)
@@ -85,9 +93,15 @@ def as_batch(rows: torch.Tensor, device: torch.device | None = None) -> Batch:
 
 
 def validation_batches(
-    tokens: Tokens, *, batch_size: int, seq_len: int, most: int, device: torch.device | None = None
+    tokens: Tokens,
+    *,
+    batch_size: int,
+    seq_len: int,
+    most: int,
+    device: torch.device | None = None,
+    rows: slice = slice(None),
 ) -> list[Batch]:
-    """Batches of held-out windows, at most `most`, spread evenly over the held-out text; always the same ones.
+    """Batches of held-out windows, at most `most`, spread evenly over the held-out text; always the same ones. `rows`: as for `Batches`.
 
     Raises:
         DataError: less than one window of text.
@@ -96,7 +110,7 @@ def validation_batches(
     # A batch smaller than the training one would be another shape to plan for: windows repeat where text is short.
     count = max(1, min(most, len(windows) // batch_size))
     chosen = [index * len(windows) // (count * batch_size) for index in range(count * batch_size)]
-    return [as_batch(windows[rows], device) for rows in torch.tensor(chosen).split(batch_size)]
+    return [as_batch(windows[batch[rows]], device) for batch in torch.tensor(chosen).split(batch_size)]
 
 
 def _windows(tokens: Tokens, seq_len: int, which: str) -> torch.Tensor:

@@ -50,8 +50,10 @@ class Configuration:
     optimizer: OptimizerSettings | None
 
 
-def configure(path: Path, given: Mapping[str, Any], *, explicit: Collection[str]) -> Configuration:
+def configure(path: Path, given: Mapping[str, Any], *, explicit: Collection[str], ranks: int = 1) -> Configuration:
     """Reads a config for a run whose flags are `given`; `explicit`: those that stand on the command line, which win.
+
+    `ranks`: how many there are; a micro batch in a config is one rank's, `--batch-size` that of all.
 
     Raises:
         ConfigError: the config has problems, also with the flags in place; or a flag has nothing to say beside it.
@@ -61,8 +63,8 @@ def configure(path: Path, given: Mapping[str, Any], *, explicit: Collection[str]
         for key in _OTHERS.get(flag, ()):
             _put(config, key, None)
         if flag in _KEYS and (flag != "lr" or isinstance(config.get("optimizer"), dict)):
-            _put(config, _KEYS[flag], given[flag])
-    settings = read_config(config, of=f"config {path}")
+            _put(config, _KEYS[flag], max(1, given[flag] // ranks) if flag == "batch_size" else given[flag])
+    settings = read_config(config, of=f"config {path}", ranks=ranks)
     said = settings.values
     if said.get("steps_per_print") is not None:
         why = "steps_per_print (`train` shows its progress, and --log-json has every step)"
@@ -77,8 +79,10 @@ def configure(path: Path, given: Mapping[str, Any], *, explicit: Collection[str]
         raise ConfigError(f"config {path}: patrickstar.weights: --model DIR starts from weights; leave it out")
     flags: dict[str, Any] = {"clip": settings.memory.max_grad_norm} if "gradient_clipping" in said else {}
     flags["accumulate"] = settings.accumulate
-    if settings.micro_batch_size is not None:
-        flags["batch_size"] = settings.micro_batch_size
+    if "batch_size" in explicit:
+        flags["batch_size"] = given["batch_size"]
+    elif settings.micro_batch_size is not None:
+        flags["batch_size"] = settings.micro_batch_size * ranks
     memory = settings.memory
     if not any(key in said for key in _PRECISIONS):
         memory = replace(memory, precision=None)

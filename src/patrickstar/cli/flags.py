@@ -11,8 +11,10 @@ from typing import Any, Final, TypeVar
 import click
 
 from patrickstar.cli.stop import StopSignals
+from patrickstar.cli.world import World
 from patrickstar.config.arguments import MemoryOptions, check_arguments
 from patrickstar.config.options import Options
+from patrickstar.errors import ConfigError
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -25,6 +27,7 @@ class Invocation:
     may_reexecute: bool = False
     """Whether this process is ours alone, so that it may be replaced by another (never in a test or an embedding)."""
     signals: StopSignals = field(default_factory=StopSignals)
+    world: World = field(default_factory=World)
 
 
 def memory_of(given: Mapping[str, Any]) -> MemoryOptions:
@@ -32,6 +35,14 @@ def memory_of(given: Mapping[str, Any]) -> MemoryOptions:
     names = ("device", "precision", "device_memory", "host_memory", "disk", "disk_memory", "step")
     options = Options(accumulate=given["accumulate"])
     return check_arguments(**{name: given[name] for name in names}, max_grad_norm=given["clip"], options=options)
+
+
+def expect_rows(batch_size: int, ranks: int) -> None:
+    """Raises ConfigError where ranks cannot share the rows of a batch evenly."""
+    if batch_size % ranks:
+        raise ConfigError(
+            f"--batch-size {batch_size} over {ranks} ranks: it is of all of them together; give a multiple of {ranks}"
+        )
 
 
 def _together(*decorators: Callable[[Verb], Verb]) -> Callable[[Verb], Verb]:
@@ -84,7 +95,7 @@ memory_options = _together(
 
 batch_options = _together(
     click.option("--model", required=True, metavar="NAME|DIR|FILE.json", help="`patrickstar models` lists the names."),
-    whole_number("--batch-size", 4, says="Sequences at a time."),
+    whole_number("--batch-size", 4, says="Sequences at a time, of all ranks together."),
     whole_number("--seq-len", 64, least=2, says="Tokens of a sequence."),
     whole_number("--accumulate", 1, says="Batches of a step."),
 )

@@ -18,6 +18,7 @@ from patrickstar.cli.predict import manage_arguments
 from patrickstar.cli.request import Request
 from patrickstar.cli.resident import ResidentGrowth
 from patrickstar.cli.stop import StopSignals
+from patrickstar.cli.world import World
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.memory.process import resident_bytes
 from patrickstar.optim.configured import Scheduler, build_optimizer
@@ -47,7 +48,11 @@ _REMEMBERED: Final = ("step", *LOSSES)
 
 @dataclass(eq=False)
 class TrainingRun:
-    """A session, and all that a run works on."""
+    """A session, and all that a run works on.
+
+    Attributes:
+        stopped: the exit status that a signal has asked for, on any rank, once all have agreed to stop.
+    """
 
     request: Request
     model: nn.Module
@@ -55,6 +60,8 @@ class TrainingRun:
     log: EventLog
     display: Display
     signals: StopSignals
+    world: World
+    stopped: int | None = None
 
     def __post_init__(self) -> None:
         model, request = self.model, self.request
@@ -73,7 +80,7 @@ class TrainingRun:
         saved = progress.step
         shown = self.display.progress("step", request.steps, done=progress.step)
         with self.signals.deferring(self.display.note), shown as advance:
-            while progress.step < request.steps and self.signals.requested is None:
+            while progress.step < request.steps and not self._is_to_stop():
                 row = self._step()
                 self.log.write(row)
                 # The process itself shows what the host holds, the session's peaks what the others do.
@@ -83,6 +90,7 @@ class TrainingRun:
                     saved = progress.step
             if saved != progress.step:
                 self._save()
+            self._is_to_stop()
 
     def resume(self) -> None:
         """Goes on from the newest checkpoint, which there is.
@@ -97,13 +105,20 @@ class TrainingRun:
         for name in _REMEMBERED:
             setattr(self.progress, name, extra["progress"][name])
 
+    def _is_to_stop(self) -> bool:
+        """Tells whether a signal has asked for that, on any rank: one gets it a step before another."""
+        asked = self.world.agree(self.signals.requested, "whether to go on")
+        self.stopped = next((status for status in asked if status is not None), None)
+        return self.stopped is not None
+
     def _step(self) -> Row:
         session, progress, request = self.session, self.progress, self.request
         assert session.optimizer is not None
         before = session.stats()
         started = time.perf_counter()
         scaler = session.scaler
-        loss = accumulate_gradients(self.model, self.batches, request.accumulate, scale=scaler.scale)
+        own = accumulate_gradients(self.model, self.batches, request.accumulate, scale=scaler.scale)
+        loss = self.world.mean(own, "the loss")
         if request.clip is not None:
             scaler.unscale_(session.optimizer)
         # What `manage(max_grad_norm=)` does at every step, here for the norm that it gives.
@@ -152,19 +167,21 @@ def accumulate_gradients(
     accumulate: int,
     *,
     scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
-    after_backward: Callable[[], None] = lambda: None,
 ) -> float:
     """Forward and backward of one step's micro-batches, of losses that are scaled; gives the mean of those that are not.
 
     Every micro-batch has the same number of tokens, so `loss / accumulate` is what one large batch would have given.
     """
-    total = 0.0
-    for _ in range(accumulate):
-        loss = model(**batches.next()).loss
-        scale(loss if accumulate == 1 else loss / accumulate).backward()
-        after_backward()
-        total += loss.item()
-    return total / accumulate
+    return sum(backward(model, batches, accumulate, scale=scale) for _ in range(accumulate)) / accumulate
+
+
+def backward(
+    model: nn.Module, batches: Batches, accumulate: int, *, scale: Callable[[torch.Tensor], torch.Tensor]
+) -> float:
+    """Forward and backward of one of so many micro-batches; gives its loss."""
+    loss = model(**batches.next()).loss
+    scale(loss if accumulate == 1 else loss / accumulate).backward()
+    return float(loss.item())
 
 
 def validation_loss(model: nn.Module, batches: Sequence[Batch], *, advance: Callable[[int], None]) -> float:

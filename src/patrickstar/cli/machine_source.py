@@ -13,6 +13,7 @@ from patrickstar.cli.machines import BOTH, MACHINES, RATES, MachinePreset
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.json_file import read_json
 from patrickstar.config.kinds import RATE, TEXT, WHOLE, Kind
+from patrickstar.core.shard_layout import RankOf
 from patrickstar.errors import ConfigError, Error, nearest
 from patrickstar.units import MIB, format_bytes
 
@@ -28,9 +29,9 @@ class MachineError(Error):
 
 @dataclass(frozen=True, slots=True)
 class MachineSource:
-    """A machine that is known by its figures: one rank of a step is planned for, alone on the node.
+    """A machine that is known by its figures: one rank of a step is planned for.
 
-    It has one of the accelerators, and all of the host's memory, which several ranks would share.
+    It has one of the accelerators, and of the host's memory its share among the ranks there; alone all of it.
     """
 
     name: str
@@ -110,7 +111,7 @@ class MachineSource:
                     "give less, or leave it out"
                 )
 
-    def lines(self, memory: MemoryOptions, resources: Resources) -> list[str]:
+    def lines(self, memory: MemoryOptions, resources: Resources, which: RankOf) -> list[str]:
         """The machine and its budgets in words: what is set aside, and for what."""
         from patrickstar.step.budgets import DEVICE_SHARE, HOST_SHARE
 
@@ -118,7 +119,7 @@ class MachineSource:
         host, device = format_bytes(figures.host_bytes), format_bytes(figures.device_bytes)
         has = f"{figures.devices} x {figures.device} of {device}, host {host}" if figures.devices else f"host {host}"
         lines = [f"machine {self.name}: {has}; a forecast from figures, nothing of it was run there"]
-        if figures.devices > 1:
+        if figures.devices > 1 and which.size == 1:
             lines.append(
                 f"  one rank, alone on the node: 1 of its {figures.devices} devices, and all of its host memory"
             )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ import click
 
 from patrickstar.cli.flags import Invocation, debug_option
 from patrickstar.cli.stop import Stopped
-from patrickstar.errors import BudgetError, ConfigError, Error, nearest
+from patrickstar.errors import BudgetError, ConfigError, Error, RankError, nearest
 
 # Verb -> the module that has it under the same name. Imported when asked for: `patrickstar --help` must not load torch.
 VERBS: Final = MappingProxyType(
@@ -66,10 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one call of the command line and gives its exit status; `None`: what this process was started with."""
     invocation = Invocation(may_reexecute=arguments is None)
     try:
-        with invocation.signals:
-            return _run(arguments, invocation)
+        with invocation.signals, invocation.world:
+            status = _run(arguments, invocation)
     except Stopped as stopped:  # a second signal may come while the first is being dealt with
-        return stopped.status
+        status = stopped.status
+    if invocation.may_reexecute and invocation.world.size > 1:
+        # This process is about to end with its own status, also where torchrun has seen another end before.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return status
 
 
 def _run(arguments: Sequence[str] | None, invocation: Invocation) -> int:
@@ -105,7 +110,10 @@ def _refuse(error: Exception, invocation: Invocation, *, text: str, status: int)
     if invocation.debug:
         traceback.print_exception(error)
     paragraph = "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
-    click.echo(f"patrickstar: {paragraph}", err=True)
+    # What is wrong with a rank each of the others says in words of its own.
+    if invocation.world.tells(error.reason if isinstance(error, RankError) else paragraph):
+        click.echo(f"patrickstar: {paragraph}", err=True)
+    invocation.world.leave(paragraph)
     return status
 
 

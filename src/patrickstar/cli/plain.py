@@ -7,15 +7,16 @@ operations. The gradients are autograd's. Of the library's arithmetic only the s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
+from patrickstar.checkpoint import rng
 from patrickstar.cli.batches import Batches
-from patrickstar.cli.loop import accumulate_gradients
+from patrickstar.cli.loop import backward
 from patrickstar.config.loss_scale import LossScale
 from patrickstar.config.settings import OptimizerSettings
 from patrickstar.optim.configured import Scheduler, build_optimizer
@@ -65,11 +66,12 @@ PLAIN_FP32 = PlainPrecision(kept=torch.float32, compute=torch.float32, gradient=
 class PlainRun:
     """The steps of a run, from the model, batches and schedule that the managed run began with.
 
-    The model is narrowed to 16 bits, with fp32 masters beside, but for modules that stay fp32 whole.
+    The model is narrowed to 16 bits, with fp32 masters beside, but for modules that stay fp32 whole. `batches`: those of each rank, in order.
+    Each rank draws what the others draw; gradients of ranks are added in that order in fp32, and multiplied by f(1/p).
     """
 
     model: nn.Module
-    batches: Batches
+    batches: Sequence[Batches]
     optimizer: OptimizerSettings
     schedule: Rates
     clip: float | None
@@ -100,8 +102,16 @@ class PlainRun:
     def step(self) -> float:
         """Runs one step and gives its loss. Where gradients overflow nothing is updated, and the schedule waits."""
         rule = self._scale
-        scaled = {} if rule is None else {"scale": torch.tensor(rule.scale).mul}
-        loss = accumulate_gradients(self.model, self.batches, self.accumulate, after_backward=self._gather, **scaled)
+        scale = (lambda loss: loss) if rule is None else torch.tensor(rule.scale).mul
+        losses = [0.0] * len(self.batches)
+        for _ in range(self.accumulate):
+            drawn, of_ranks = rng.capture(), list[dict[str, Tensor]]()
+            for rank, batches in enumerate(self.batches):
+                rng.restore(drawn)
+                losses[rank] += backward(self.model, batches, self.accumulate, scale=scale)
+                of_ranks.append(self._take())
+            self._add(of_ranks)
+        loss = sum(total / self.accumulate for total in losses) / len(losses)
         gradients = {name: self._gradients[name] for name in self._masters if name in self._gradients}
         self._gradients = {}
         with torch.no_grad():
@@ -111,14 +121,23 @@ class PlainRun:
                 self._update(gradients)
         return loss
 
-    def _gather(self) -> None:
-        """Adds the gradients of a backward that is over to the sums, in fp32."""
+    def _take(self) -> dict[str, Tensor]:
+        """The gradients of a backward that is over, in fp32."""
+        taken = {}
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 is_whole = self._kept[name] is torch.float32
-                wide = parameter.grad.to(torch.float32 if is_whole else self.precision.gradient).float()
-                self._gradients[name] = self._gradients[name].add_(wide) if name in self._gradients else wide
+                taken[name] = parameter.grad.to(torch.float32 if is_whole else self.precision.gradient).float()
                 parameter.grad = None
+        return taken
+
+    def _add(self, of_ranks: Sequence[Mapping[str, Tensor]]) -> None:
+        """Adds the mean of all ranks' gradients to the sums. A rank without one adds zeros where another has one."""
+        for name in self._kept:
+            if any(name in own for own in of_ranks):
+                first, *others = (own.get(name, torch.zeros(())) for own in of_ranks)
+                mean = sum(others, first).mul(1 / len(of_ranks)) if others else first
+                self._gradients[name] = self._gradients[name].add_(mean) if name in self._gradients else mean
 
     def _update(self, gradients: dict[str, Tensor]) -> None:
         if self.clip is not None:

@@ -9,10 +9,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from patrickstar.cli.flags import batch_options, clip_option, debug_option, memory_of, memory_options
+from patrickstar.cli.flags import (
+    batch_options,
+    clip_option,
+    debug_option,
+    expect_rows,
+    memory_of,
+    memory_options,
+    whole_number,
+)
 from patrickstar.cli.machine_source import MachineSource
 from patrickstar.cli.model_source import ModelSource, check_length
 from patrickstar.cli.predict import forecast_row, predict, with_precision
+from patrickstar.core.shard_layout import RankOf
+from patrickstar.errors import some
 from patrickstar.units import format_budget, format_bytes
 
 if TYPE_CHECKING:
@@ -31,6 +41,7 @@ _UNKNOWN_YET: Final = MappingProxyType(
     metavar="NAME|FILE",
     help="Plan for a machine that is not here: `patrickstar machines` lists the names, `patrickstar doctor --measure` writes the files.",
 )
+@whole_number("--world", 1, says="Ranks that share the model, the batch, and the budgets of their machines.")
 @batch_options
 @clip_option
 @memory_options
@@ -40,7 +51,8 @@ def plan(**given: Any) -> int:
     """Say whether a model fits, its peaks by tier, and the bytes transferred per step."""
     from patrickstar.step.budgets import find_resources
 
-    arguments = memory_of(given)
+    arguments, world = memory_of(given), given["world"]
+    expect_rows(given["batch_size"], world)
     machine = None if given["machine"] is None else MachineSource.find(given["machine"])
     source = ModelSource.find(given["model"])
     check_length(source.config(), given["seq_len"])
@@ -50,7 +62,9 @@ def plan(**given: Any) -> int:
     shape = {name: given[name] for name in ("batch_size", "seq_len")}
     gc.freeze()  # what there is by now stays, and need not be looked at each time that garbage is collected
     try:
-        forecast = predict(model, **shape, clip=given["clip"] is not None, arguments=arguments, has=has)
+        # As many on a machine as it has devices; all on one, where it has none or is this one.
+        which = RankOf(0, world, min(world, (0 if machine is None else machine.figures.devices) or world))
+        forecast = predict(model, **shape, clip=given["clip"] is not None, arguments=arguments, has=has, which=which)
     finally:
         gc.unfreeze()
     if machine is not None:
@@ -60,8 +74,9 @@ def plan(**given: Any) -> int:
         row = _row(forecast, precision=precision, device=has.device)
         click.echo(json.dumps({**row, "machine": None if machine is None else machine.name}, allow_nan=False))
     else:
-        said = [*([] if machine is None else machine.lines(arguments, has)), *filter(None, [chosen])]
-        click.echo("\n".join([*said, *_lines(source.name, forecast, precision=precision)]))
+        said = [*([] if machine is None else machine.lines(arguments, has, which)), *filter(None, [chosen])]
+        said += _lines(source.name, forecast, precision=precision)
+        click.echo("\n".join([*said, *(_lines_of_ranks(forecast, which) if world > 1 else [])]))
     return 0 if forecast.fits else DOES_NOT_FIT
 
 
@@ -73,6 +88,7 @@ def _row(forecast: Forecast, *, precision: str, device: str) -> dict[str, Any]:
         "budget": dict(forecast.budget),
         "device": device,
         "precision": precision,
+        "model_data_by_rank": list(forecast.by_rank) or [forecast.model_data_bytes],
         **_UNKNOWN_YET,
         **({} if forecast.fits else {"refusal": forecast.refusal}),
     }
@@ -95,7 +111,16 @@ def _lines(name: str, forecast: Forecast, *, precision: str) -> list[str]:
             parts += [f"budget {format_bytes(budget)}"] if budget is not None else []
             parts += [f"smallest that fits {format_budget(minimum)}"] if minimum else []
             lines.append(f"  {tier:6}  {', '.join(parts)}")
-    moved = [f"{link} {format_bytes(nbytes)}" for link, nbytes in forecast.moved.items() if nbytes]
+    names = {"ranks": "to other ranks"}
+    moved = [f"{names.get(link, link)} {format_bytes(nbytes)}" for link, nbytes in forecast.moved.items() if nbytes]
     if forecast.fits:
         lines.append(f"  transferred per step  {', '.join(moved) if moved else 'nothing'}")
     return lines
+
+
+def _lines_of_ranks(forecast: Forecast, which: RankOf) -> list[str]:
+    shares = some([format_bytes(nbytes) for nbytes in forecast.by_rank], most=8)
+    return [
+        f"  {which.size} ranks, {which.local_size} on a machine: peaks and transfers are one rank's, budgets those of a machine",
+        f"  model states by rank  {shares}",
+    ]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from patrickstar.config.arguments import MemoryOptions
+from patrickstar.core.shard_layout import RankOf
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,15 +23,21 @@ def predict(
     clip: bool,
     arguments: MemoryOptions,
     has: Resources | None = None,
+    which: RankOf | None = None,
 ) -> Forecast:
-    """The forecast of a step on batches of a shape; the model may be on the meta device. `has`: what another machine has."""
+    """The forecast of a step on batches of a shape; the model may be on the meta device.
+
+    `has`: what another machine has. `which`: the rank whose part of the batch it is; None: all of it is one process's.
+    """
     import torch
 
     from patrickstar.cli.batches import as_batch
     from patrickstar.session.forecast import forecast
 
-    batch = as_batch(torch.zeros(batch_size, seq_len, dtype=torch.int64))
-    return forecast(model, batch, clip=clip, has=has, **manage_arguments(arguments))
+    which = None if which is None or which.size == 1 else which
+    rows = batch_size if which is None else batch_size // which.size
+    batch = as_batch(torch.zeros(rows, seq_len, dtype=torch.int64))
+    return forecast(model, batch, clip=clip, has=has, which=which, **manage_arguments(arguments))
 
 
 def with_precision(arguments: MemoryOptions, has: Resources) -> tuple[MemoryOptions, str]:

@@ -29,9 +29,10 @@ def under_tcmalloc(*, device: str | None, host_memory: int | str | None) -> None
     # Whoever preloads something has chosen; two allocators in one process end badly.
     if library is None or os.environ.get("LD_PRELOAD"):
         return
-    click.echo(
-        f"starting over under tcmalloc, which returns freed memory for less time ({GUARD}=glibc stays)", err=True
-    )
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        click.echo(
+            f"starting over under tcmalloc, which returns freed memory for less time ({GUARD}=glibc stays)", err=True
+        )
     sys.stdout.flush()
     sys.stderr.flush()
     environment = {**os.environ, "LD_PRELOAD": str(library), GUARD: "tcmalloc"}

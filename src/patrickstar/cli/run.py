@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch import nn
 
 import patrickstar
@@ -28,7 +29,9 @@ from patrickstar.cli.plain import PlainPrecision, PlainRun, Scaling
 from patrickstar.cli.predict import forecast_row, predict, start_row, with_precision
 from patrickstar.cli.request import Request
 from patrickstar.cli.stop import StopSignals
+from patrickstar.cli.world import World
 from patrickstar.config.arguments import MemoryOptions
+from patrickstar.core.shard_layout import RankOf
 from patrickstar.engine.initialize import memory_for
 from patrickstar.memory.filesystem import expect_usable
 from patrickstar.session.forecast import Forecast
@@ -36,40 +39,52 @@ from patrickstar.step.budgets import find_resources
 from patrickstar.step.precision import find_precision
 
 
-def run(request: Request, signals: StopSignals) -> int:
-    """Trains; gives the exit status. patrickstar.Error: whatever keeps it from training."""
-    display = Display()
-    with _messages_to(display):
-        if request.configuration is not None:
-            request.configuration.settings.tell(logging.getLogger("patrickstar"))
-        config = request.source.config()
-        check_length(config, request.seq_len)
-        resuming = request.resume and bool(saved_steps(request.checkpoint_dir))
-        if request.resume and not resuming:
-            display.note("no checkpoint to resume from yet: starting afresh")
-        with EventLog(request.log_json, append=resuming) as log:
-            request, model, forecast = _foresee(request, display)  # what does not fit reads no text
+def run(request: Request, signals: StopSignals, world: World) -> int:
+    """Trains, on all ranks; gives the exit status. patrickstar.Error: whatever keeps it from training."""
+    display = Display(None if world.rank == 0 else Console(quiet=True))
+    if world.rank > 0:
+        request = replace(request, log_json=None)
+    world.join()
+    with _messages_to(display), ExitStack() as end:
+        with world.together("to prepare"):
+            if request.configuration is not None:
+                request.configuration.settings.tell(logging.getLogger("patrickstar"))
+            config = request.source.config()
+            check_length(config, request.seq_len)
+            resuming = request.resume and bool(saved_steps(request.checkpoint_dir))
+            if request.resume and not resuming:
+                display.note("no checkpoint to resume from yet: starting afresh")
+            log = end.enter_context(EventLog(request.log_json, append=resuming))
+            request, model, forecast = _foresee(request, display, world)  # what does not fit reads no text
             data = prepare_data(
                 request.data, vocab_size=config.vocab_size, own_tokenizer=request.source.tokenizer, display=display
             )
             device = _device(request.arguments)
-            batches = Batches(data.train, **request.shape, seed=request.seed, device=device)
-            validation = validation_batches(data.held_out, **request.shape, most=VALIDATION_BATCHES, device=device)
-            log.write({"event": "start", "config": _config(request, data), **start_row(forecast)})
-            display.note(f"computes on {_name_of(request.arguments, device)}")
-            parts: dict[str, Any] = {"log": log, "display": display, "signals": signals}
-            managed = _train(TrainingRun(request, model, batches, **parts), validation, forecast, resuming=resuming)
-        if signals.requested is not None:
-            return signals.requested
+            own: dict[str, Any] = {**request.shape, "device": device, "rows": world.rows(request.batch_size)}
+            batches = Batches(data.train, seed=request.seed, **own)
+            validation = validation_batches(data.held_out, most=VALIDATION_BATCHES, **own)
+        world.expect_alike(
+            {"the text, the model or the flags": batches.state_dict(), "the checkpoints": resuming},
+            "all ranks are given the same ones, and on every machine they are the same",
+        )
+        log.write({"event": "start", "config": _config(request, data, world), **start_row(forecast)})
+        beside = "" if world.size == 1 else f" a rank, {world.size} ranks"
+        display.note(f"computes on {_name_of(request.arguments, device)}{beside}")
+        parts: dict[str, Any] = {"log": log, "display": display, "signals": signals, "world": world}
+        training = TrainingRun(request, model, batches, **parts)
+        managed = _train(training, validation, forecast, resuming=resuming)
+        if training.stopped is not None:
+            return training.stopped
         if not request.compare_plain:
             return 0
+        del training, model
         gc.collect()  # the session and all it holds: a module and its hooks refer to each other
-        verdict = _compare(request, data, display, managed)
+        verdict = _compare(request, data, display, managed, world)
         display.note(str(verdict))
         return 0 if verdict.equal else 1
 
 
-def _foresee(request: Request, display: Display) -> tuple[Request, nn.Module, Forecast]:
+def _foresee(request: Request, display: Display, world: World) -> tuple[Request, nn.Module, Forecast]:
     """Builds the model, chooses what was left open of the request, and looks at what a step takes. BudgetError: it does not fit."""
     model = _build_deferred(request, display)
     arguments = replace(request.arguments, weights=request.source.weights)
@@ -80,14 +95,15 @@ def _foresee(request: Request, display: Display) -> tuple[Request, nn.Module, Fo
         display.note(chosen)
     if arguments.disk is not None:
         expect_usable(arguments.disk)  # or the forecast would find too little memory
-    forecast = predict(model, **request.shape, clip=request.clip is not None, arguments=arguments)
+    which = RankOf(world.rank, world.size, world.local_size)
+    forecast = predict(model, **request.shape, clip=request.clip is not None, arguments=arguments, which=which)
     if forecast.refused is not None:
         raise forecast.refused
     return replace(request, arguments=arguments), model, forecast
 
 
 def _train(training: TrainingRun, validation: Sequence[Batch], forecast: Forecast, *, resuming: bool) -> ManagedRun:
-    request, progress, signals = training.request, training.progress, training.signals
+    request, progress = training.request, training.progress
     with ExitStack() as end:
         # Nobody wants the weights as tensors any more, and they may not fit.
         end.callback(training.session.close, keep_weights=False)
@@ -96,26 +112,35 @@ def _train(training: TrainingRun, validation: Sequence[Batch], forecast: Forecas
         if progress.first_validation_loss is None:
             progress.first_validation_loss = _validate(training, validation)
         random_state = rng.capture()
-        training.run(budgets=forecast.budget)
-        if signals.requested is None:
+        # Peaks are this rank's, and so is what they are shown beside.
+        ranks = training.world.local_size
+        budgets = {tier: n if tier == "device" else n // ranks for tier, n in forecast.budget.items()}
+        training.run(budgets=budgets)
+        if training.stopped is None:
             progress.validation_loss = _validate(training, validation)
         summary = _summary(training, forecast)
         training.log.write(summary)
-        training.display.summary(summary, budgets=forecast.budget)
+        training.display.summary(summary, budgets=budgets)
         if request.log_json is not None:
             training.display.note(f"log: {request.log_json}")
-        compares = request.compare_plain and signals.requested is None
+        compares = request.compare_plain and training.stopped is None
         final = digests(training.session.state_dict()) if compares else {}
         return ManagedRun(progress.losses, final, random_state, _scaling(training))
 
 
-def _compare(request: Request, data: Data, display: Display, managed: ManagedRun) -> Comparison:
+def _compare(request: Request, data: Data, display: Display, managed: ManagedRun, world: World) -> Comparison:
+    """Runs the steps of all ranks in plain PyTorch, on each of them."""
     device = _device(request.arguments)
     _seed(request.seed)
     model = request.source.build().to(device)
     run = PlainRun(
         model,
-        Batches(data.train, **request.shape, seed=request.seed, device=device),
+        [
+            Batches(
+                data.train, **request.shape, seed=request.seed, device=device, rows=world.rows(request.batch_size, r)
+            )
+            for r in range(world.size)
+        ],
         optimizer=request.optimizer,
         schedule=request.rates,
         clip=request.clip,
@@ -182,12 +207,13 @@ def _seed(seed: int) -> None:
 
 def _validate(training: TrainingRun, batches: Sequence[Batch]) -> float:
     with training.display.progress("validation", len(batches)) as advance:
-        loss = validation_loss(training.model, batches, advance=advance)
+        own = validation_loss(training.model, batches, advance=advance)
+    loss = training.world.mean(own, "the validation loss")
     training.display.note(f"validation loss {loss:.4f}")
     return loss
 
 
-def _config(request: Request, data: Data) -> dict[str, Any]:
+def _config(request: Request, data: Data, world: World) -> dict[str, Any]:
     """Entries of the log about what was asked for."""
     flags = ("steps", "batch_size", "seq_len", "accumulate", "clip", "seed", "resume")
     given = ("device", "precision", "device_memory", "host_memory", "disk_memory", "step")
@@ -206,6 +232,7 @@ def _config(request: Request, data: Data) -> dict[str, Any]:
         "warmup": request.warmup.warmup if of_config is None else None,
         **{name: getattr(request.arguments, name) for name in given},
         "disk": None if disk is None else str(disk),
+        "ranks": world.size,
     }
 
 

@@ -17,6 +17,7 @@ from patrickstar.cli.flags import (
     batch_options,
     clip_option,
     debug_option,
+    expect_rows,
     memory_of,
     memory_options,
     path,
@@ -68,17 +69,18 @@ from patrickstar.errors import ConfigError
 @click.pass_obj
 def train(invocation: Invocation, **given: Any) -> int:
     """Train a causal language model on text, under a memory budget."""
+    world = invocation.world
     configuration: Configuration | None = None
     if given["config"] is None:
         arguments = memory_of(given)
     else:
         context = click.get_current_context()
         explicit = {name for name in given if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-        configuration = configure(given["config"], given, explicit=explicit)
+        configuration = configure(given["config"], given, explicit=explicit, ranks=world.size)
         arguments = configuration.memory
         given |= configuration.flags
     steps, warmup = given["steps"], given["warmup"]
-    _check_together(given)
+    _check_together(given, ranks=world.size)
     source = ModelSource.find(given["model"])
     if not given["resume"]:
         _check_unused(given["checkpoint_dir"])
@@ -94,7 +96,7 @@ def train(invocation: Invocation, **given: Any) -> int:
         "warmup": WarmupSchedule(given["schedule"], min(100, steps // 10) if warmup is None else warmup, steps),
     }
     flags = {field.name: given[field.name] for field in fields(Request) if field.name not in parts}
-    return run(Request(**parts, **flags), invocation.signals)
+    return run(Request(**parts, **flags), invocation.signals, world)
 
 
 def _check_unused(directory: Path | None) -> None:
@@ -108,11 +110,12 @@ def _check_unused(directory: Path | None) -> None:
         )
 
 
-def _check_together(given: dict[str, Any]) -> None:
+def _check_together(given: dict[str, Any], *, ranks: int) -> None:
     """Refuses flags that make no sense, by themselves or together, before anything takes time. ConfigError: naming them."""
     refuse(POSITIVE.problems("--lr", given["lr"]), of="train")
     for flag, name in (("--resume", "resume"), ("--save-every", "save_every")):
         if given[name] and given["checkpoint_dir"] is None:
             raise ConfigError(f"{flag} without --checkpoint-dir: name the directory of the checkpoints")
+    expect_rows(given["batch_size"], ranks)
     if given["compare_plain"] and given["resume"]:
         raise ConfigError("--compare-plain with --resume: the plain run has no checkpoint to go on from; leave one out")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend
 
 _STORE_TIMEOUT = timedelta(seconds=10)
+
+
+def begin_process_group() -> Callable[[], None]:
+    """Makes the default process group of the ranks that torchrun has started, unless there is one; gives what ends it again."""
+    if dist.is_initialized():
+        return lambda: None
+    # Of gloo whatever computes: groups that carry data are of our own.
+    dist.init_process_group("gloo")
+    return dist.destroy_process_group
 
 
 class Ranks:

@@ -61,7 +61,7 @@ class Options:
     """Makes every transfer, and every freed slot, late by a random time, the same for the same seed. For tests: no bit depends on it."""
 
     collective_timeout: int = 600
-    """Seconds after which ranks that wait for another give up. Other times arrive in a later version."""
+    """Seconds after which ranks that wait for another give up."""
 
     def __new__(cls, *_: Any, **given: Any) -> Options:
         unknown = [name for name in given if name not in cls.__dataclass_fields__]

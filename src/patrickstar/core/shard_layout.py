@@ -20,6 +20,15 @@ _WHOLE: Final = " in fp32"
 
 
 @dataclass(frozen=True, slots=True)
+class RankOf:
+    """One of several ranks: its place, their number, and how many of them share a machine and its budgets."""
+
+    rank: int
+    size: int
+    local_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class ShardLayout(Layout):
     """The layout of what one rank keeps: chunks of which each is its share of one of the whole layout's.
 

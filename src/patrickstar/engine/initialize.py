@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import nn
 
+from patrickstar.comm.ranks import begin_process_group
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.engine.read import read_config
 from patrickstar.config.settings import EngineSettings
@@ -38,7 +39,8 @@ def initialize_engine(
 
     Args:
         model_func: makes the model, under `deferred_init()`; or the model, already built.
-        local_rank: 0, or -1: there is one rank.
+        local_rank: number of this process on its machine, as torchrun says; 0 and -1 stand for whichever it is. Under torchrun a process group of
+            gloo is made where there is none, and all ranks share the model and each step's batch.
         config: in the form of PatrickStar 0.4.6 and DeepSpeed, or the path of a JSON file. None: Adam with a learning rate of 1e-3, fp32, no bound
             on memory. What becomes of each key is in `docs/deepspeed.md`.
         client: None. The original's chunk manager is a session here, and made by itself.
@@ -50,9 +52,10 @@ def initialize_engine(
         raise ConfigError(
             f'client={type(client).__name__}: leave it out; budgets are under "patrickstar" in the config, such as {{"host_memory": "24GiB"}}'
         )
-    _expect_one_rank(local_rank)
-    settings = read_config(config)
-    settings.tell(_log)
+    rank, ranks = _find_ranks(local_rank)
+    settings = read_config(config, ranks=ranks)
+    if rank == 0:
+        settings.tell(_log)
     model = _build(model_func)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
@@ -64,19 +67,23 @@ def initialize_engine(
     if session.unclosed is not None:
         session.unclosed.detach()  # the original has no close(): its loop just ends
     scheduler = None if settings.schedule is None else Scheduler(session.optimizer, rates_of(settings.schedule))
-    accumulate, printed = settings.accumulate, settings.values.get("steps_per_print")
+    accumulate, printed = settings.accumulate, settings.values.get("steps_per_print") if rank == 0 else None
     optimizer = EngineOptimizer(session, accumulate=accumulate, lr_scheduler=scheduler, steps_per_print=printed)
     engine = Engine(model, session, optimizer, accumulate=accumulate, micro_batch_size=settings.micro_batch_size)
     return engine, optimizer
 
 
-def _expect_one_rank(local_rank: int) -> None:
-    if isinstance(local_rank, bool) or not isinstance(local_rank, int) or local_rank not in (0, -1):
-        raise ConfigError(f"local_rank={local_rank!r}: expected 0, or -1; several ranks arrive in a later version")
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        ranks = torch.distributed.get_world_size()
-        if ranks > 1:
-            raise ConfigError(f"a process group of {ranks} ranks: several ranks arrive in a later version; start one")
+def _find_ranks(local_rank: int) -> tuple[int, int]:
+    """The place of this rank and the number of ranks, of a process group that is made where torchrun has started several without one."""
+    here = int(os.environ.get("LOCAL_RANK", "0"))
+    if isinstance(local_rank, bool) or not isinstance(local_rank, int) or local_rank not in (0, -1, here):
+        known = f"{here}, 0 or -1: torchrun has started this process as local rank {here}" if here else "0, or -1"
+        raise ConfigError(f"local_rank={local_rank!r}: expected {known}")
+    if not dist.is_available():
+        return 0, 1
+    if dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1:
+        begin_process_group()
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _build(model_func: Callable[[], nn.Module] | nn.Module) -> nn.Module:

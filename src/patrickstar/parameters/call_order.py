@@ -3,7 +3,8 @@
 What is resident, and what Python still holds of a group (Note [Leases] in `memory/leases.py`), differs between ranks, and decides nothing.
 
 (1) What no block owns is gathered when a forward begins, and stays until its backward has ended.
-(2) A block is gathered when its call, or its backward, begins, unless it is there; then the one that came next the last time. Others are let go of.
+(2) A block is gathered when its call, or its backward, begins, unless it is there; then the one that came next the last time, in a backward if that
+    has made something in the forward. Others are let go of.
 (3) When the backward of another block begins, the gradients of the last one are sent; those that come later wait for the end of the backward.
 
 The backward of a block begins with the first gradient of something that the block has made.
@@ -139,8 +140,8 @@ class CallOrder:
             self.next_blocks.pop(self._last, None)
         self._last = in_backward, block
         self._keep(block)
-        ahead = self.next_blocks.get((in_backward, block))
-        if ahead is not None and ahead not in self.there:
+        ahead = self.next_blocks.get((in_backward, block), block)
+        if ahead not in self.there and (not in_backward or self._calls.get(ahead)):
             self._gather(ahead)
 
     def _end(self) -> None:

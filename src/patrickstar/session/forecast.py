@@ -14,6 +14,7 @@ from patrickstar.core.formats import Formats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD
+from patrickstar.core.shard_layout import RankOf, ShardLayout, shard_of
 from patrickstar.core.trace import Trace
 from patrickstar.errors import BudgetError, Error
 from patrickstar.memory.allocator import allocator
@@ -43,9 +44,11 @@ class Forecast:
 
     Attributes:
         refused: why not every moment fits, and what budgets are enough; None: it does.
-        peak: bytes by tier ("device", "host", "disk"). moved: bytes by link ("H>D", ...) of a step in the long run.
+        peak: bytes by tier ("device", "host", "disk"). moved: bytes by link ("H>D", ...) of a step in the long run; over ranks, "ranks": what this
+            one sends to others for weights and gradients. All of one rank.
         minimum: the smallest budget of each tier that is used, with the others as they are, or, where that is not enough, as small; 0 where a tier is
-            not used. budget: what each tier has.
+            not used. budget: what each tier has. Over ranks both are as budgets are given: of host and disk, what the ranks of a machine share.
+        by_rank: bytes of model states that each rank has; empty where there is one.
         parameters, model_data_bytes: elements of all parameters; bytes of weights, gradients and moments.
         plans: of a step in the long run, in order; empty where it does not fit. first_plans: of the first step. traces: of the plans.
         layout: which parameter lies in which chunk. beside_bytes: what the process takes beside the peak of the host, where `host_memory` bounds it
@@ -66,6 +69,7 @@ class Forecast:
     first_plans: tuple[Plan, ...] = field(default=(), repr=False)
     beside_bytes: int = 0
     workspace_bytes: int = 0
+    by_rank: tuple[int, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -85,40 +89,50 @@ def forecast(
     clip: bool = False,
     choice: UpdateChoice = UpdateChoice(),  # noqa: B008  (frozen)
     has: Resources | None = None,
+    which: RankOf | None = None,
     **memory_options: Any,
 ) -> Forecast:
     """The forecast of training `model(**batch)`, with memory options as `manage` takes them.
 
     Args:
         clip: whether gradients are clipped by hand. has: what the machine has that is to train; None: this one now.
+        which: the rank whose step it is, and whose batch; None: there is one process.
 
     Raises:
         ConfigError, DeviceError: bad options. Error: the model cannot be traced without running it.
     """
     memory = check_arguments(**memory_options)
     has = has or find_resources(memory)
-    make = partial(_forecast, model, batch, clip=clip, choice=choice, has=has, traced={})
+    make = partial(_forecast, model, batch, clip=clip, choice=choice, has=has, which=which, traced={})
     found = make(memory)
-    return found if found.refused is None else _advised(found, found.refused, memory, make)
+    return found if found.refused is None else _advised(found, found.refused, memory, make, which)
 
 
 def _advised(
-    found: Forecast, refused: BudgetError, memory: MemoryOptions, make: Callable[[MemoryOptions], Forecast]
+    found: Forecast,
+    refused: BudgetError,
+    memory: MemoryOptions,
+    make: Callable[[MemoryOptions], Forecast],
+    which: RankOf | None,
 ) -> Forecast:
     """The forecast of what does not fit, which names budgets that have been tried out: a refusal knows of its own moment only."""
     enough: dict[str, int] = {}
+    more = _full_disk(memory, found.budget)
+    if which is not None:
+        more += f"\n  op, need and budget are of one rank; what fits is for the {which.local_size} ranks of a machine"
     tried, refusal = found, refused
     for _ in range(_TRIES):
         tier, before = refusal.tier, enough.get(refusal.tier, 0)
-        enough[tier] = tried.minimum[tier] or refusal.smallest_bytes
+        smallest = _given(tier, refusal.smallest_bytes, which)
+        enough[tier] = tried.minimum[tier] or smallest
         if enough[tier] <= before:
-            enough[tier] = refusal.smallest_bytes
+            enough[tier] = smallest
         if enough[tier] <= before:
             break
         given: dict[str, Any] = {f"{name}_memory": nbytes for name, nbytes in enough.items()}
         tried = make(replace(memory, **given))
         if tried.refused is None:
-            refused = advise(refused, enough, more=_full_disk(memory, found.budget))
+            refused = advise(refused, enough, more=more)
             return replace(found, refused=refused, minimum={**found.minimum, **enough})
         refusal = tried.refused
     return found
@@ -132,12 +146,13 @@ def _forecast(
     clip: bool,
     choice: UpdateChoice,
     has: Resources,
+    which: RankOf | None,
     traced: dict[frozenset[str], Foreseen],
 ) -> Forecast:
     """One forecast. `traced`: what the forward does with these blocks bound, whatever the budgets are."""
     in_backward = memory.step == "in_backward"
     named = dict(model.named_parameters())
-    setup = set_up(model, named, memory, has)
+    setup = set_up(model, named, memory, has, ranks=which)
     layout, budgets, formats = setup.layout, setup.budgets, setup.formats
     tracer = setup.tracer(lambda name: named[name].requires_grad)
     inputs = {
@@ -171,14 +186,19 @@ def _forecast(
         return (step, *norm, *([planner.update_trace(waiting, {})] if waiting or not in_backward else []))
 
     traces = traces_of(step)
+    whole = layout.whole if isinstance(layout, ShardLayout) else layout
+    shards = [whole] if which is None else [shard_of(whole, rank, which.size) for rank in range(which.size)]
+    states = partial(_model_data_bytes, formats=formats.now, keeps_gradients=not in_backward)
+    by_rank = tuple(map(states, shards))
     found = Forecast(
         None,
         {tier.label: 0 for tier in Tier},
         {},
-        smallest_budgets(setup, traces),
-        budget={tier.label: budgets.machine.given(tier) for tier in budgets.machine.budget},
+        {tier: _given(tier, nbytes, which) for tier, nbytes in smallest_budgets(setup, traces).items()},
+        budget={tier.label: _given(tier.label, budgets.machine.given(tier), which) for tier in budgets.machine.budget},
         parameters=sum(parameter.numel() for parameter in named.values()),
-        model_data_bytes=_model_data_bytes(layout, named, formats.now, keeps_gradients=not in_backward),
+        model_data_bytes=sum(by_rank),
+        by_rank=by_rank if which is not None else (),
         layout=layout,
         traces=traces,
         beside_bytes=budgets.beside_bytes,
@@ -186,7 +206,8 @@ def _forecast(
     )
     try:
         if whole_gradients is None:
-            step = fitting.foresee((), inputs, in_blocks=True)[0].trace
+            foreseen = fitting.foresee((), inputs, in_blocks=True)[0]
+            step = foreseen.trace
             found = replace(found, traces=traces_of(step))
         state = start(step)
         need = worst_moment(step, start=state, trained=True)
@@ -206,7 +227,7 @@ def _forecast(
     return replace(
         found,
         peak=dict(run.peak),
-        moved=dict(last.moved),
+        moved=dict(last.moved) | ({} if which is None else {"ranks": foreseen.sent_bytes}),
         traces=tuple(last.traces),
         plans=tuple(last.plans),
         first_plans=tuple(first.plans),
@@ -248,12 +269,15 @@ def _full_disk(memory: MemoryOptions, budget: Mapping[str, int]) -> str:
     )
 
 
-def _model_data_bytes(
-    layout: Layout, named: Mapping[str, nn.Parameter], formats: Formats, *, keeps_gradients: bool
-) -> int:
+def _given(tier: str, nbytes: int, which: RankOf | None) -> int:
+    """A budget as it is given, for one of which a rank has so much: ranks of a machine share its host and its disk."""
+    return nbytes * (which.local_size if which is not None and tier != Tier.DEVICE.label else 1)
+
+
+def _model_data_bytes(layout: Layout, *, formats: Formats, keeps_gradients: bool) -> int:
     total = 0
-    for name, parameter in named.items():
-        planes = formats.at(layout.slices[name].chunk, layout)
+    for name, place in layout.slices.items():
+        planes = formats.at(place.chunk, layout)
         kept = [form.itemsize for plane, form in planes.items() if plane != GRAD or keeps_gradients]
-        total += parameter.numel() * sum(kept)
+        total += sum(part.stop - part.start for part in layout.parts(name)) * sum(kept)
     return total

@@ -18,7 +18,7 @@ from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout, TensorSpec, build_layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, WEIGHT, GradientUse, PlaneRef
-from patrickstar.core.shard_layout import shard_of
+from patrickstar.core.shard_layout import RankOf, shard_of
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.errors import BudgetError, LayoutError
@@ -63,7 +63,7 @@ class Setup:
     passes: Mapping[str, Passes] | None
     binding: BindingKind = "whole"
     has_gradients: bool = False
-    ranks: Ranks | None = None
+    ranks: Ranks | RankOf | None = None
 
     @property
     def by_use(self) -> str:
@@ -160,7 +160,7 @@ def set_up(
     trains: bool = True,
     find_passes: Callable[[torch.device], Mapping[str, Passes]] | None = None,
     binding: BindingKind = "whole",
-    ranks: Ranks | None = None,
+    ranks: Ranks | RankOf | None = None,
 ) -> Setup:
     """The ground for a model and options of `manage`, which have been checked.
 
@@ -201,7 +201,7 @@ def layout_of(
     *,
     granule_bytes: int = 0,
     trained: Callable[[nn.Parameter], bool] = lambda parameter: parameter.requires_grad,
-    ranks: Ranks | None = None,
+    ranks: Ranks | RankOf | None = None,
 ) -> Layout:
     """The layout of a model's parameters. What stays fp32 whole has chunks of its own in 16-bit modes, and so has what is not trained.
 

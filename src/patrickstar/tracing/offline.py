@@ -11,7 +11,7 @@ import copy
 import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -56,11 +56,13 @@ class Foreseen:
 
     `by_chance`: whether it branches on numbers that it draws. Then the trace is that of the branches which need the largest budget, and a step
     that takes others departs from it. `by_use`: why its bits would be others if nobody saw each use of a parameter; empty where they would not.
+    `sent_bytes`: weights and gradients handed to other ranks.
     """
 
     trace: Trace
     by_chance: bool = False
     by_use: str = ""
+    sent_bytes: int = 0
 
 
 # What a loss outside of the model is taken to hold at once: a cross entropy has its log-softmax and two gradients of that size.
@@ -123,7 +125,7 @@ class OfflineTracer:
         traces = [likely.trace, *(trace for trace in tried if trace is not None)]
         formats = self.make_touches().formats.now
         largest = max(traces, key=lambda trace: minimum_bytes(trace, layout=self.layout, formats=formats))
-        return Foreseen(largest, by_chance=True, by_use=likely.by_use)
+        return replace(likely, trace=largest)
 
     @staticmethod
     def _try_extreme(attempt: Callable[..., Foreseen], quantile: float) -> Trace | None:
@@ -212,6 +214,7 @@ class OfflineTracer:
                 owner.recorder.trace(),
                 operations.values.branches,
                 self._why_by_use(owner, touches if with_backward else None),
+                0 if owner.over_ranks is None else owner.over_ranks.nobody.sent_bytes,
             )
 
     def _why_by_use(self, owner: Twin, touches: Touches | None) -> str:

@@ -170,7 +170,8 @@ class TwinOfRanks(Exchange):
     """An exchange with ranks that are not there: what it takes is written down."""
 
     def __init__(self, twin: Twin, binding: Binding, layout: ShardLayout, travel: Travel) -> None:
-        super().__init__(layout, binding.by_name, Nobody(), travel)
+        self.nobody = Nobody(layout.size)
+        super().__init__(layout, binding.by_name, self.nobody, travel)
         self.binding = binding
         self._twin = twin
 
@@ -192,22 +193,28 @@ class TwinOfRanks(Exchange):
 
 
 class Nobody:
-    """Other ranks that do nothing, at once."""
+    """Other ranks, `size` in all, that do nothing, at once. `sent_bytes`: what would have been sent to them."""
+
+    def __init__(self, size: int) -> None:
+        self._others = size - 1
+        self.sent_bytes = 0
 
     def gather(self, out: Tensor, shard: Tensor, what: str) -> Ticket:  # noqa: ARG002
         """Nothing is gathered."""
+        self.sent_bytes += self._others * shard.nbytes
         return DONE
 
     def reduce(
         self,
-        out: Tensor,  # noqa: ARG002
-        partial: Tensor,  # noqa: ARG002
+        out: Tensor,
+        partial: Tensor,
         received: Tensor,  # noqa: ARG002
         what: str,  # noqa: ARG002
         *,
         flags: bytearray | None = None,  # noqa: ARG002
     ) -> Ticket:
         """Nothing is reduced."""
+        self.sent_bytes += self._others * out.numel() * partial.element_size()
         return DONE
 
     def agree(self, value: bytes, what: str) -> list[bytes]:  # noqa: ARG002

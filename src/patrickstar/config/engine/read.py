@@ -19,11 +19,13 @@ from patrickstar.errors import ConfigError
 _BATCH: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None, *, of: str = "config") -> EngineSettings:
+def read_config(
+    config: Mapping[str, Any] | str | os.PathLike[str] | None, *, of: str = "config", ranks: int = 1
+) -> EngineSettings:
     """The settings that a config, or the JSON file at a path, comes to. None: those of an empty config.
 
     Args:
-        of: the config, in messages.
+        of: the config, in messages. ranks: how many there are, which a whole batch is of.
     Raises:
         ConfigError: with every problem: keys that there are not, values, what is refused, and what does not go together.
     """
@@ -34,7 +36,11 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None, *, of
     found = Scan()
     found.look_up(config or {})
     notes: list[str] = []
-    optimizer, schedule, (accumulate, micro_batch_size) = _optimizer(found, notes), _schedule(found), _batch(found)
+    optimizer, schedule, (accumulate, micro_batch_size) = (
+        _optimizer(found, notes),
+        _schedule(found),
+        _batch(found, ranks),
+    )
     memory = _memory(found, accumulate)
     refuse([f"{path}: {why}" for path, why in found.problems.items()], of=of)
     return EngineSettings(
@@ -69,17 +75,17 @@ def _schedule(found: Scan) -> Any:
     return None if name is None else _made(found, "scheduler.params", Schedule, name=name, given=given)
 
 
-def _batch(found: Scan) -> tuple[int, int | None]:
-    """Micro-batches a step and samples of each, as DeepSpeed infers them; None: not given."""
+def _batch(found: Scan, ranks: int) -> tuple[int, int | None]:
+    """Micro-batches a step and samples of each on one rank, as DeepSpeed infers them; None: not given."""
     whole, micro, accumulate = map(found.values.get, _BATCH)
     if whole is not None and found.problems.keys().isdisjoint(_BATCH):
-        micro = whole // (accumulate or 1) if micro is None else micro
-        accumulate = whole // max(micro, 1) if accumulate is None else accumulate
-        if micro * accumulate != whole:
+        micro = whole // ranks // (accumulate or 1) if micro is None else micro
+        accumulate = whole // ranks // max(micro, 1) if accumulate is None else accumulate
+        if micro * accumulate * ranks != whole:
             found.blame(
                 "train_batch_size",
-                f"{whole} is not {' x '.join(_BATCH[1:])} x ranks = {micro} x {accumulate} x 1 rank: "
-                f"write {max(micro, 1) * max(accumulate, 1)}, or another of the three",
+                f"{whole} is not {' x '.join(_BATCH[1:])} x ranks = {micro} x {accumulate} x {ranks} rank{'s' * (ranks > 1)}: "
+                f"write {max(micro, 1) * max(accumulate, 1) * ranks}, or another of the three",
             )
     return accumulate or 1, micro
 

@@ -22,9 +22,9 @@ class Key:
 
 _HONOURED: Final = MappingProxyType(
     {
-        "train_micro_batch_size_per_gpu": Key(k.COUNT, "Samples of one forward."),
+        "train_micro_batch_size_per_gpu": Key(k.COUNT, "Samples of one forward on one rank."),
         "gradient_accumulation_steps": Key(k.COUNT, "Micro-batches of a step. `backward` divides by it. Default 1."),
-        "train_batch_size": Key(k.COUNT, "Micro batch x accumulation x 1 rank; two of the three give the third."),
+        "train_batch_size": Key(k.COUNT, "Micro batch x accumulation x ranks; two of the three give the third."),
         "gradient_clipping": Key(k.NORM, "Largest global norm of the gradients of a step; 0 and -1: any."),
         "steps_per_print": Key(k.COUNT_OR_NULL, "Steps between two lines of progress. Default: none."),
         "default_chunk_size": Key(k.COUNT, "Elements that a chunk does not exceed. A tensor may span several chunks."),
@@ -88,7 +88,7 @@ _REFUSED: Final = MappingProxyType(
         "write bf16.enabled or fp16.enabled, or use torch.autocast in the model": "amp.enabled torch_autocast.enabled",
         "write the order of the data into the data loader": "curriculum_learning.enabled data_efficiency.enabled",
         "write the sizes that `patrickstar plan` prints, which runs nothing": "autotuning.enabled",
-        "write train_batch_size and train_micro_batch_size_per_gpu: there is one rank": "elasticity.enabled",
+        "write train_batch_size and train_micro_batch_size_per_gpu: the number of ranks stays": "elasticity.enabled",
         "leave it out: Adam corrects its bias": "optimizer.params.bias_correction",
         "leave it out: masters and optimizer states are fp32, and weights as `fp16` and `bf16` say": """
             optimizer.params.fp32_optimizer_states fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads
@@ -99,8 +99,9 @@ _REFUSED: Final = MappingProxyType(
             var_update_scaler local_step_scaler local_step_clipper""",
         "leave it out: other numbers would come of it": """
             zero_optimization.zenflow optimizer.params: amsgrad maximize capturable differentiable""",
-        "leave it out: several ranks arrive in a later version; one holds the whole model, in a smaller budget": """
-            patrickstar.mesh tensor_parallel.autotp_size sequence_parallel_size pipeline.stages expert_parallel.enabled""",
+        "leave it out: all ranks of the process group share the model and the batch": "patrickstar.mesh",
+        "leave it out: other parallelism than that of data arrives in a later version; ranks share the model all the same": """
+            tensor_parallel.autotp_size sequence_parallel_size pipeline.stages expert_parallel.enabled""",
         "leave it out: no layer of the model is replaced; torch.ao and the model's own library prune and quantise": """
             weight_quantization quantize_training.enabled eigenvalue.enabled compression_training:
             weight_quantization.shared_parameters.enabled activation_quantization.shared_parameters.enabled
