@@ -89,7 +89,7 @@ class Events(Owner):
             self.handed_out.check()
         if backward_id() == -1:
             if self.gathered is not None:
-                self._notice_use(self.gathered, label)
+                _notice_use(self.gathered, label, in_forward=self._depth > 0)
             self.executor.moment(Phase.FORWARD, label, touches)
         else:
             self._in_backward = True
@@ -97,12 +97,6 @@ class Events(Owner):
             self.executor.moment(Phase.RECOMPUTE, label, touches)
         if self.gathered is not None:
             self.gathered.use(touches)
-
-    def _notice_use(self, gathered: Gathered, label: str) -> None:
-        """Notes whether a weight is used by a forward of the model."""
-        if not self._depth:
-            expect_no_wrapper(f"{label} was used")
-        gathered.where = "" if self._depth else f" for {label} outside of a forward"
 
     def carry_out_pending(self) -> None:
         self.executor.update_held()
@@ -258,6 +252,13 @@ class Events(Owner):
             self._in_backward = False
             self.binding.access.close()
             self.stretches.abandon()
+
+
+def _notice_use(gathered: Gathered, label: str, *, in_forward: bool) -> None:
+    """Notes whether a weight is used by a forward of the model."""
+    if not in_forward:
+        expect_no_wrapper(f"{label} was used")
+    gathered.where = "" if in_forward else f" for {label} outside of a forward"
 
 
 def _expect_alone(events: Events) -> None:
