@@ -142,7 +142,7 @@ RANKS: tuple[Mutant, ...] = (
         replace("self.rank", "0"),
         "tests/core/test_shard_layout.py::test_the_parts_of_all_ranks_are_each_tensor_once",
     ),
-    Fault("a mesh shares over all ranks of the program", "session.assemble:find_ranks").by(
+    Fault("a mesh shares over all ranks of the program", "session.assemble:assemble").by(
         replace("Ranks(group)", "Ranks()"),
         "tests/session/test_meshes.py::test_sessions_of_one_process_have_groups_of_their_own",
     ),
@@ -193,7 +193,8 @@ RANKS: tuple[Mutant, ...] = (
         never("is_outside", nth=2), f"{ODD}[reads_a_weight-for 0.0.weight outside of a forward-0]"
     ),
     Fault("a forward is refused by one rank", "step.gathering:Gathering.refused").by(
-        drop("self.collectives.agree"), f"{FAULTS}::test_a_budget_refused_on_one_rank_is_refused_on_all"
+        replace("self.collectives.agree(...)", "[b'%d' % enough]"),
+        f"{FAULTS}::test_a_budget_refused_on_one_rank_is_refused_on_all",
     ),
     Fault("the budget that is enough is one rank's", "plan.fit:of_machine").by(
         replace("ranks * enough", "enough"),
@@ -206,9 +207,8 @@ RANKS: tuple[Mutant, ...] = (
     Fault("a deferred model has the values of its random state now", "deferred.recipe:digest").by(
         replace("call.random_state", "torch.get_rng_state()"), f"{FAULTS}::test_a_deferred_model_is_drawn_alike"
     ),
-    Fault("an exception of all ranks costs the weights", "session.session:Session.__exit__").by(
-        replace("collectives.meet", "collectives.close"),
-        f"{FAULTS}::test_an_exception_that_all_ranks_have_leaves_the_weights",
+    Fault("other ranks do not hear of an exception", "session.session:Session.__exit__").by(
+        drop("collectives.agree"), f"{FAULTS}::test_an_exception_on_one_rank_is_one_on_all[in_forward-Mine]"
     ),
     Fault("ranks need not be alike", "session.alike:expect_alike").by(
         replace("others", "()", nth=2), f"{SESSION}::test_ranks_that_are_not_alike_are_refused_by_manage"

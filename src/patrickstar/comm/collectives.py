@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import math
 import os
 import sys
 import threading
@@ -158,8 +159,8 @@ class Collectives:
         n_flags = 0 if flags is None else len(flags)
         return self._issue("reduce", what, f"{out.numel()} {partial.dtype}, {n_flags} flags", act, after)
 
-    def agree(self, value: bytes, what: str) -> list[bytes]:
-        """The values of all ranks, in their order; waits for them."""
+    def agree(self, value: bytes, what: str, *, within_s: float = math.inf) -> list[bytes]:
+        """The values of all ranks, in their order; waits for them, and no longer than so: all calls of all ranks fail then."""
         values: list[bytes] = []
 
         def act() -> None:
@@ -170,18 +171,14 @@ class Collectives:
                 text[: int.from_bytes(length, "little")] for text, length in zip(padded, lengths, strict=True)
             )
 
-        self._issue("agree", what, "", act, ()).wait()
-        return values
-
-    def meet(self, what: str, *, within_s: float) -> None:
-        """Waits until all ranks are about to do the same. Where they are not, or one does not come for so long, all calls of all ranks fail."""
-        ticket = self._issue("agree", what, "", lambda: None, ())
-        patience = Patience(within_s)
-        while not ticket.done and not patience.is_over:
+        ticket, patience = self._issue("agree", what, "", act, ()), Patience(within_s)
+        while within_s < math.inf and not ticket.done:
+            if patience.is_over:
+                reason = f"{self._me} was about to agree {what}, and the others were not within {within_s:g} s"
+                raise self._failed(News((self._ranks.rank,), what, reason))
             time.sleep(_LONGEST_PAUSE_S)
-        if not ticket.done:
-            reason = f"{self._me} was about to {what}, and the others were not within {within_s:g} s"
-            self._failed(News((self._ranks.rank,), what, reason))
+        ticket.wait()
+        return values
 
     def close(self, reason: str = "") -> None:
         """Takes part in nothing any more, and tells the others. Waits for nobody; what is under way fails."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -264,7 +264,8 @@ class Session:
         collectives = self._parts.collectives
         if error is not None and collectives is not None and not self._parts.events.is_closed:
             # Whoever has no such error is told of it: only all together have the weights.
-            collectives.meet(f"close after {type(error).__name__}", within_s=_OTHERS_COME_S)
+            with suppress(RankError):
+                collectives.agree(b"", f"close after {type(error).__name__}", within_s=_OTHERS_COME_S)
         try:
             self.close()
         except RankError:
