@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -224,6 +226,30 @@ def test_what_torch_warns_of_once_is_left_for_the_step() -> None:
         train_step(model, session.optimizer)
     assert list(seen) == [True, False], "in the trial run torch keeps no note of what it has warned of"
     assert not torch.is_warn_always_enabled()
+
+
+def test_a_trial_run_leaves_no_copy_of_the_model_in_memory() -> None:
+    called: deque[weakref.ref[Model]] = deque()
+    model = Model(lambda model, x: called.append(weakref.ref(model)))
+    with patrickstar.manage(model, adamw(model), precision="fp32", device="cpu") as session:
+        train_step(model, session.optimizer)
+        assert [reference() for reference in called] == [None, model]
+        assert gc.isenabled()
+
+
+def test_a_trial_run_collects_nothing_where_the_program_has_switched_that_off() -> None:
+    collected: deque[Any] = deque()
+    model = Model()
+    gc.disable()
+    gc.callbacks.append(lambda phase, info: collected.append(info))
+    try:
+        with patrickstar.manage(model, adamw(model), precision="fp32", device="cpu") as session:
+            train_step(model, session.optimizer)
+        assert not gc.isenabled()
+        assert not collected
+    finally:
+        gc.callbacks.pop()
+        gc.enable()
 
 
 def test_the_default_device_holds_in_a_trial_run() -> None:

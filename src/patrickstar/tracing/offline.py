@@ -39,7 +39,13 @@ from patrickstar.torch_private import (
 )
 from patrickstar.tracing.caches import CacheAt, cache_tensors
 from patrickstar.tracing.cast_inputs import cast_inputs
-from patrickstar.tracing.side_effects import CopiedFunctions, HooklessTensors, drop_hooks, no_side_effects
+from patrickstar.tracing.side_effects import (
+    CopiedFunctions,
+    HooklessTensors,
+    collected_at_once,
+    drop_hooks,
+    no_side_effects,
+)
 from patrickstar.tracing.trial_operations import TrialOperations
 from patrickstar.tracing.trial_values import Endless
 from patrickstar.tracing.twin import CannotTrace, Twin
@@ -142,6 +148,7 @@ class OfflineTracer:
             _log.info("the forecast leaves out draws at quantile %g: %s", quantile, problem)
             return None
 
+    @collected_at_once()
     def _run(
         self,
         model: nn.Module,
