@@ -446,7 +446,7 @@ def other(rank: int, what: str) -> None:
         "clipping": {"max_grad_norm": 1.0},
         "budget": {"host_memory": "2GiB"},
         "small": {"host_memory": "64KiB"},
-        "later": {"precision": "bf16"},
+        "later": {"step": "in_backward"},
     }.get(what if mine else "", {})
     before = [(p, p.detach().clone(), p.grad) for p in model.parameters()]
     states = {p: dict(state) for p, state in optimizer.state.items()}
@@ -476,7 +476,7 @@ def other(rank: int, what: str) -> None:
         ("budget", "the options differ", RankError),
         ("version", "the version of torch differ", RankError),
         ("small", "rank 1: manage() has ended with BudgetError: host memory is", BudgetError),
-        ("later", 'rank 1: manage() has ended with ConfigError: manage: precision="bf16"', ConfigError),
+        ("later", 'rank 1: manage() has ended with ConfigError: manage: step="in_backward"', ConfigError),
         ("gradients", "rank 1: manage() has ended with ConfigError: manage: there are gradients", ConfigError),
     ],
 )

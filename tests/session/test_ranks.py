@@ -210,8 +210,10 @@ def test_ranks_train_with_the_bits_of_one_process_that_has_all_gradients(
             assert answer[what].keys() == want[what].keys()
         assert (answer["stats"].moved["K>H"] > 0) == ("disk" in arguments)
         assert answer["stats"].peak["host"] <= (320 << 10 if "disk" in arguments else (1 << 30) // ranks.size)
-        # What a rank alone routes, or keeps to itself, is in no trace.
-        assert answer["stats"].reactive_steps <= (0 if syncs and name != "experts" else STEPS), answer["stats"].reason
+        # What a rank alone routes, or keeps to itself, is in no trace. Blocks in another order than the model's are measured in the second step.
+        assert answer["stats"].reactive_steps <= (0 if syncs and name not in ("experts", "again") else STEPS), answer[
+            "stats"
+        ].reason
 
 
 def overflow(rank: int, where: str, dynamic: bool) -> list[Any]:
