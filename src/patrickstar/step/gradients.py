@@ -74,7 +74,12 @@ class Gradients:
                 (unit,) = self.executor.use(Phase.BACKWARD, bound.name, touches, goes_on=in_block)
                 target = unit[part.start : part.stop]
                 piece = flat[part.tensor_start : part.tensor_start + target.numel()]
-                self._put(name, target, piece, adds=is_there)
+                passes = self.passes[target.device.type]
+                if self.finds_overflow:  # as in `_put`, but for a call
+                    with self.executor.apart(), self.overflow.look(name, target.device) as is_finite:
+                        passes.put(target, piece, adds=is_there, is_finite=is_finite)
+                else:
+                    passes.put(target, piece, adds=is_there)
         if bound.name == name:
             self.names.add(name)
         elif name not in self.names:
