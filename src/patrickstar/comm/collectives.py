@@ -42,12 +42,12 @@ _MORE_THAN_OURS_S: Final = 15.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Collective:
-    """One collective. `text`: kind and name; `detail`: what else must be alike; `after`: what it comes after here."""
+    """One collective. `text`: kind and name; `detail`: what else must be alike; `act`: what it does, once; `after`: what it comes after here."""
 
     number: int
     text: str
     detail: str
-    act: Task
+    act: list[Task]
     after: tuple[Ticket, ...]
     end: Future[None]
 
@@ -212,7 +212,7 @@ class Collectives:
                 _set(end, StateError("communication between ranks is closed"))
             self._under_way[number] = end
             alike = ", ".join(filter(None, (detail, self.past)))
-            self._queue.put(_Collective(number, f"{kind} {what}", alike, act, tuple(after), end))
+            self._queue.put(_Collective(number, f"{kind} {what}", alike, [act], tuple(after), end))
         end.add_done_callback(lambda _: self._under_way.pop(number, None))
         self._fail_what_cannot_be()
         return ThreadTicket(end)
@@ -242,7 +242,7 @@ class Collectives:
             at.number, at.doing = collective.number, collective.text
             if collective.number > 0:
                 self._announce(collective)
-            collective.act()
+            collective.act.pop()()  # what it read and wrote is let go of before whoever waits goes on
             if stream is not None:
                 stream.synchronize()
         except BaseException as error:
