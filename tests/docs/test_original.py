@@ -137,6 +137,7 @@ def is_taken(**arguments):
 
 # Words for a thing, and whether it is there.
 THINGS = {
+    "parallelism": lambda: hasattr(patrickstar, "parallel"),
     r"\branks?\b": lambda: any("--world" in option.opts for option in cli.get_command(None, "plan").params),
     "recompute": lambda: is_taken(activations="recompute"),
     "offload": lambda: is_taken(activations="plan"),

@@ -195,7 +195,7 @@ STREAMS: tuple[Mutant, ...] = (
         f"{PEAKS}::test_copies_of_inputs_in_the_type_that_computes_are_foreseen",
     ),
     Fault("copies-of-inputs-are-made-before-the-stretch-begins", "step.events:Events.before_forward").by(
-        replace("self.stretches.begin_forward(...)", "args, kwargs = cast_inputs((args, kwargs), self.compute); _"),
+        replace("_begin_stretch(...)", "args, kwargs = cast_inputs((args, kwargs), self.compute); _"),
         f"{PEAKS}::test_copies_of_inputs_in_the_type_that_computes_are_foreseen",
     ),
     Fault("values-of-inputs-on-a-device-are-unknown", "tracing.offline:_on_cpu").by(

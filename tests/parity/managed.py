@@ -138,7 +138,7 @@ def options_of(row: Row, **given: Any) -> patrickstar.Options:
 
 def machine(row: Row, limits: Limits, directory: Path) -> dict[str, Any]:
     """The arguments of `manage` that say what memory there is: of a machine with all ranks, each with a device."""
-    device, host = limits.get("device", ROOMY_BYTES), row.world * limits.get("host", ROOMY_BYTES)
+    device, host = limits.get("device", ROOMY_BYTES), limits.get("host", row.world * ROOMY_BYTES)
     disk = {"disk": directory, "disk_memory": row.world * ROOMY_BYTES}
     match row.tier:
         case "emulated":

@@ -109,7 +109,7 @@ def test_a_rank_sends_each_weight_once_in_a_forward_and_once_in_a_backward_and_e
             "checkpointed": [once + gradients] * 3,
             "twice": [2 * (once + gradients)] * 3,
             "no_sync": [2 * once + gradients] * 3,
-            "evaluation": [weights + root, weights, weights],
+            "evaluation": [weights + root] * 3,
         }[what]
         assert steps == [n * (ranks.size - 1) // ranks.size for n in wanted]
         assert counted == sum(steps)

@@ -85,9 +85,10 @@ class CallOrder:
         return ()
 
     def begin_forward(self) -> None:
-        """Begins a forward of the model."""
+        """Begins a forward of the model, which gathers the same whatever came before it."""
         self._receive()
         self._end()
+        self.forget()
         if "" in self._layout.chunks_of:
             self._use("")
 

@@ -87,11 +87,15 @@ class BlockWeights(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A chunk of gradients on its way, of which this rank's share of the mean is there when `ticket` is done."""
+    """A chunk of gradients on its way, of which this rank's share of the mean is there when `ticket` is done.
+
+    `tensors`: what is sent and received into, which stay for so long whenever they have been: a trace has them.
+    """
 
     chunk: int
     share: Tensor
     ticket: Ticket
+    tensors: tuple[Tensor, Tensor]
 
 
 class Exchange(ABC):
@@ -275,8 +279,9 @@ class Exchange(ABC):
             if received is None or received.dtype is not mine.dtype:  # one after the other
                 received = torch.empty_like(mine)
             share = torch.empty(self.layout.chunk_numel, dtype=torch.float32, device=mine.device)
-            yield Sent(chunk, share, self._others.reduce(share, mine, received, f"c{chunk}", flags=flags))
-            flags = None
+            ticket = self._others.reduce(share, mine, received, f"c{chunk}", flags=flags)
+            yield Sent(chunk, share, ticket, (mine, received))
+            flags, mine = None, received
 
     def _empty(self, label: str, numel: int, dtype: torch.dtype | None = None) -> Tensor:
         record = self.binding.by_name[label]

@@ -257,7 +257,7 @@ def _begin_stretch(events: Events, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _gathered(order: CallOrder, label: str, touches: Sequence[Touch], *, is_outside: bool) -> Sequence[Touch]:
-    """What is left to touch for a use of weights, which are gathered. `is_outside`: whether no forward of the model uses them."""
+    """The touches of a use of weights that are left once these are gathered. `is_outside`: whether no forward of the model uses them."""
     if is_outside:
         expect_no_wrapper(f"{label} was used")
     order.where = f" for {label} outside of a forward" if is_outside else ""
