@@ -136,3 +136,24 @@ def test_two_blocks_are_whole_at_once_however_many_there_are(ranks: Team) -> Non
         activations = 8 * 2 * (512 + 64 + 64) * 4
         received, shares = block, block // ranks.size
         assert peak <= resting + 4 * block + received + 2 * shares + 2 * activations
+
+
+def torn(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Weights before and after a backward that an exception ends in the middle of a block."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) for _ in range(3)])
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    device = {"device": "emulated", "device_memory": "1MiB"}
+    session = patrickstar.manage(model, torch.optim.AdamW(model.parameters()), **DEFAULTS, **device)
+    output = model(torch.randn(2, 32))
+    model[1][0].weight.register_hook(lambda gradient: gradient.view(7))
+    with pytest.raises(RuntimeError, match="invalid for input of size"):
+        output.square().mean().backward()
+    session.close()
+    return list(zip(before, [parameter.detach() for parameter in model.parameters()], strict=True))
+
+
+def test_a_backward_that_an_exception_ends_on_all_ranks_leaves_the_weights(ranks: Team) -> None:
+    for weights in all_well(ranks.run(torn)):
+        for before, after in weights:
+            assert torch.equal(before, after)

@@ -94,6 +94,7 @@ class Closing:
             self._parts.executor.store.land_all()
         else:
             self._parts.training.finish()
+        self._parts.binding.access.close()  # a block may be open, of a backward that an exception has ended
         self._parts.stretches.end()
 
     def _return_gradients(self) -> None:
