@@ -53,7 +53,7 @@ def test_a_run_logs_its_start_every_step_and_a_summary(runs, capsys):
     assert start["parameters"] == summary["parameters"] == PARAMETERS
     assert set(start["predicted"]) == set(summary["predicted"]) == {"peak", "moved", "step_seconds"}
     assert set(summary["peak"]) == {"device", "host", "disk"}
-    assert set(summary["moved"]) == {"H>D", "D>H", "H>K", "K>H"}
+    assert set(summary["moved"]) == {"H>D", "D>H", "H>K", "K>H", "ranks"}
     assert (summary["steps"], summary["first_loss"]) == (12, steps[0]["loss"])
     assert summary["last_loss"] == steps[-1]["loss"] == float.fromhex(steps[-1]["loss_hex"])
     assert summary["validation_loss"] < summary["first_validation_loss"] - 0.3

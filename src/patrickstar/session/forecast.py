@@ -227,7 +227,7 @@ def _forecast(
     return replace(
         found,
         peak=dict(run.peak),
-        moved=dict(last.moved) | ({} if which is None else {"ranks": foreseen.sent_bytes}),
+        moved={**last.moved, "ranks": foreseen.sent_bytes},
         traces=tuple(last.traces),
         plans=tuple(last.plans),
         first_plans=tuple(first.plans),
