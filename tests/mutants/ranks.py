@@ -267,7 +267,7 @@ RANKS: tuple[Mutant, ...] = (
     Fault("a frozen block sends gradients", "parameters.exchange:Exchange.send").by(
         replace("self.binding.by_name[name].parameter.requires_grad", "True"), f"{SENT}[2 ranks-frozen_llama]"
     ),
-    Fault("gradients are not foreseen to be sent", "tracing.twin:Nobody.reduce").by(
+    Fault("gradients are not foreseen to be sent", "parameters.exchange:Nobody.reduce").by(
         drop("self.sent_bytes"), f"{SENT}[2 ranks-gpt2]"
     ),
     Fault("a config's whole batch is one rank's", "engine.initialize:initialize_engine").by(

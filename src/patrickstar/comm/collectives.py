@@ -264,7 +264,7 @@ class Collectives:
             f"ranks were about to do different things, and nothing was exchanged: {said}. All ranks call"
             " the same modules, in the same order, for as many batches"
         )
-        odd = tuple(rank for row, ranks in ranks_of.items() if row != most for rank in ranks)
+        odd = [rank for row, ranks in ranks_of.items() if row != most for rank in ranks]
         raise self._failed(News(odd, collective.text, reason))
 
     def _gather_bytes(self, row: bytes) -> list[bytes]:
@@ -292,7 +292,7 @@ class Collectives:
                     if patience.is_over:
                         ranks, found = self._watch.late_for(number)
                         reason = f"{self._watch.position.doing} has not ended within {self._timeout_s:g} s: {found}"
-                        raise self._failed(News(tuple(ranks), self._watch.position.doing, reason))
+                        raise self._failed(News(ranks, self._watch.position.doing, reason))
                     time.sleep(pause)
                     pause = min(1.5 * pause, _LONGEST_PAUSE_S)
                 work.wait()  # for what it raises
@@ -316,7 +316,7 @@ class Collectives:
             self._check(number)
             time.sleep(_LONGEST_PAUSE_S)
         reason = f"a connection to another rank broke: {error}"
-        return self._failed(News(tuple(self._watch.absent), self._watch.position.doing, reason))
+        return self._failed(News(sorted(self._watch.absent), self._watch.position.doing, reason))
 
     def _failed(self, news: News) -> RankError:
         """The error that news make, told to the others."""

@@ -47,16 +47,12 @@ class Gathering(Exchange):
         masters: Masters,
         travel: Travel,
     ) -> None:
-        super().__init__(layout, names, collectives, travel)
+        super().__init__(layout, names, collectives, travel, executor.moment)
         self.executor = executor
         self.collectives = collectives
         self.masters = masters
         self.steps = 0
         self.shares_of = cache(partial(shares_by_rank, layout))
-
-    def moment(self, phase: Phase, label: str, touches: list[Touch]) -> None:
-        """Has units resident. Raises what `Executor.moment` raises."""
-        self.executor.moment(phase, label, touches)
 
     def refused(self, refusal: BudgetError) -> BudgetError:
         """The refusal of a forward, with the budget that is enough on all ranks. None goes on with it: each has refused it, too, or fails."""
