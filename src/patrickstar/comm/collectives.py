@@ -67,7 +67,7 @@ class Collectives:
         self.sent_bytes = self.announced_bytes = 0
         self.past = ""
         self.ranks = self._ranks = ranks
-        self._timeout_s = timeout_s
+        self._timeout_s, self._poll_s = timeout_s, poll_s
         self._process = os.getpid()
         self._me = ranks.names([ranks.rank])
 
@@ -196,7 +196,7 @@ class Collectives:
         how = f" after {type(error).__name__}: {error}" if error is not None else ""
         self.close(f"{self._me} has ended{how}")
         if self._ranks.rank == 0 and os.getpid() == self._process:
-            self._watch.linger()
+            time.sleep(2 * self._poll_s)  # the others read the news: the store ends with the process that holds it
 
     def _issue(self, kind: str, what: str, detail: str, act: Task) -> Ticket:
         end: Future[None] = Future()

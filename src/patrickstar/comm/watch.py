@@ -173,10 +173,6 @@ class Watch:
         telling.join(1)
         self._thread.join(1)
 
-    def linger(self) -> None:
-        """Sleeps for as long as the others take to read the news: the store ends with the process that holds it."""
-        time.sleep(2 * self._poll_s)
-
     def late_for(self, number: int) -> tuple[list[int], str]:
         """The ranks that are to blame where a collective does not end, and what is known of them. Takes seconds: hearts are heard twice."""
         first = self._hear(range(self._ranks.size))

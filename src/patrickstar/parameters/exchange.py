@@ -112,12 +112,14 @@ class Exchange(ABC):
 
     Attributes:
         order: is told of calls, and says what is exchanged. binding: of the parameters, given once it is made.
+        take: adds this rank's shares of gradients of these parameters to those in chunks, given with it.
         came: gradients of the backward under way that no reduction has taken, by name.
         postpones: how many contexts say that gradients are not to be reduced. kept: those that wait for that, in fp32, by name.
         has_waited: whether there has been such a context since gradients were last reduced.
     """
 
     binding: Binding
+    take: Callable[[Collection[str], Iterable[tuple[int, Tensor]]], None]
 
     def __init__(
         self,
@@ -143,10 +145,6 @@ class Exchange(ABC):
             self._names_in.setdefault(layout.block(name), []).append(name)
 
     # where this rank's shards are
-
-    @abstractmethod
-    def take(self, names: Collection[str], shares: Iterable[tuple[int, Tensor]]) -> None:
-        """Adds this rank's shares of gradients of these parameters to those in chunks."""
 
     @abstractmethod
     def ours(self, nbytes: int = 0) -> AbstractContextManager[None]:

@@ -176,7 +176,7 @@ def build_step(
     events.training, events.handed_out = training, handed_out
     events.masters, masters.binding = gathering or masters, binding
     if gathering is not None:
-        gathering.binding, gathering.add_shares = binding, in_chunks.add_shares
+        gathering.binding, gathering.take = binding, in_chunks.add_shares
         binding.kept_bytes, binding.gradients.are_shared = gathering.kept_bytes, True
         events.refused = gathering.refused
     events.assembling = Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=updates.steps)
