@@ -20,7 +20,6 @@ from patrickstar.comm import collectives as module
 from patrickstar.comm import watch
 from patrickstar.comm.collectives import Collectives
 from patrickstar.comm.ranks import Ranks
-from patrickstar.memory.thread_lane import ThreadLane
 from tests.ranks import kill_me, stop_me
 
 
@@ -49,12 +48,12 @@ def partial(rank: int, size: int, n: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(size * n, generator=random) * scale).to(dtype)
 
 
-def reduced(rank: int, size: int, n: int, dtype: torch.dtype, adds: bool) -> np.ndarray[Any, Any]:
+def reduced(rank: int, size: int, n: int, dtype: torch.dtype) -> np.ndarray[Any, Any]:
     """The piece of the mean that is this rank's."""
     with opened() as made:
         out = torch.full((n,), 0.1)
         mine = partial(rank, size, n, dtype)
-        made.reduce(out, mine, torch.empty_like(mine), "layer", adds=adds).wait()
+        made.reduce(out, mine, torch.empty_like(mine), "layer").wait()
         return out.numpy()
 
 
@@ -82,18 +81,12 @@ def agreed(rank: int) -> list[list[bytes]]:
 
 
 def one_after_another(rank: int, size: int) -> list[float]:
-    """A gather of what the gather before it gave, which comes after a work that is late on one rank."""
-    lane, shard = ThreadLane("late"), torch.zeros(1)
-
-    def fill() -> None:
-        time.sleep(0.1 * (rank == size - 1))
-        shard.fill_(rank + 1)
-
+    """A gather of what the gather before it gave, which is late on one rank."""
     with opened() as made:
         first, second = torch.zeros(size), torch.zeros(size * size)
-        made.gather(first, shard, "first", after=[lane.issue(fill)])
+        time.sleep(0.1 * (rank == size - 1))
+        made.gather(first, torch.tensor([rank + 1.0]), "first")
         made.gather(second, first, "second").wait()
-    lane.close()
     return second.tolist()
 
 
@@ -262,16 +255,16 @@ def _exit() -> None:
 _END = {"killed": kill_me, "stopped": stop_me, "raises": _raise, "exits": _exit}
 
 
-def fails_before(rank: int, who: int) -> list[Any]:
-    """A rank of which what comes before a collective fails, as a disk does; and the errors that come of that."""
-    lane = ThreadLane("disk")
+def fails_alone(rank: int, who: int) -> list[Any]:
+    """A rank whose own part of a collective fails, as a disk does; and the errors that come of that."""
 
-    def read() -> None:
-        if rank == who:
-            raise OSError("no such sector")
+    def read(row: bytes) -> list[bytes]:
+        raise OSError("no such sector")
 
     with opened() as made:
-        ticket = made.gather(torch.zeros(dist.get_world_size()), torch.zeros(1), "layer", after=[lane.issue(read)])
+        if rank == who:
+            made._gather_bytes = read  # type: ignore[method-assign]
+        ticket = made.gather(torch.zeros(dist.get_world_size()), torch.zeros(1), "layer")
         return [raised(ticket.wait), raised(lambda: made.agree(b"", "later"))]
 
 

@@ -97,7 +97,7 @@ def late_call(rank: int, by_rank: list[list[tuple[str, str, int]]]) -> object:
 
 def test_a_rank_whose_own_work_fails_keeps_its_error_and_the_others_hear_it() -> None:
     with team(3) as ranks:
-        answers = all_well(ranks.run(programs.fails_before, 1))
+        answers = all_well(ranks.run(programs.fails_alone, 1))
     own, later = answers.pop(1)
     assert isinstance(own, OSError)
     assert isinstance(later, RankError)

@@ -21,6 +21,7 @@ class Written:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
+        self.sent: list[str] = []
         specs = [TensorSpec(name, (32,), block=name.partition(".")[0] if "." in name else "") for name in NAMES]
         self.order = CallOrder(shard_of(build_layout(specs, chunk_numel=32), 0, 2), self, NAMES)
 
@@ -35,9 +36,11 @@ class Written:
 
     def send(self, block: str) -> None:
         self.seen.append(f">{block}")
+        self.sent = [f"<{block}"]
 
-    def receive(self, block: str) -> None:
-        self.seen.append(f"<{block}")
+    def receive(self) -> None:
+        self.seen += self.sent
+        self.sent = []
 
     def does(self, calls: str) -> str:
         """What is seen as calls begin: `a` of a block in a forward, `a'` its backward, `a*` its recomputation, `f` a forward; `e` ends a backward."""

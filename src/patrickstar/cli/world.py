@@ -15,7 +15,6 @@ from patrickstar.errors import ConfigError
 
 if TYPE_CHECKING:
     from patrickstar.comm.collectives import Collectives
-    from patrickstar.comm.ranks import Ranks
 
 T = TypeVar("T")
 _LAST_WORDS_S: Final = 3.0
@@ -40,7 +39,6 @@ class World(ExitStack):
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
         elif os.environ.keys() >= _OF_TORCHRUN:
             self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self._ranks: Ranks | None = None
         self._collectives: Collectives | None = None
 
     def join(self) -> None:
@@ -51,18 +49,18 @@ class World(ExitStack):
         from patrickstar.comm.ranks import Ranks, begin_process_group
 
         self.callback(begin_process_group())
-        self._ranks = Ranks()
-        self._collectives = Collectives(self._ranks)
+        self._collectives = Collectives(Ranks())
         self.callback(self._collectives.close)
 
     def __exit__(self, *error: Any) -> bool | None:
         # torchrun ends all ranks once one has failed: by then the others should have said what they know, and have a status of their own.
-        if self._ranks is not None:
+        if self._collectives is not None:
+            store = self._collectives.ranks.store
             with suppress(RuntimeError):  # the store is gone, with the process that held it
-                patience, ended = time.monotonic() + _LAST_WORDS_S, self._ranks.store.add("ended", 1)
+                patience, ended = time.monotonic() + _LAST_WORDS_S, store.add("ended", 1)
                 while ended < self.size and time.monotonic() < patience:
                     time.sleep(0.02)
-                    ended = self._ranks.store.add("ended", 0)
+                    ended = store.add("ended", 0)
         return super().__exit__(*error)
 
     def leave(self, reason: str) -> None:
@@ -73,7 +71,7 @@ class World(ExitStack):
     @property
     def local_size(self) -> int:
         """Number of ranks on this machine."""
-        return 1 if self._ranks is None else self._ranks.local_size
+        return 1 if self._collectives is None else self._collectives.ranks.local_size
 
     def rows(self, batch_size: int, rank: int | None = None) -> slice:
         """The rows of a batch of all ranks that are one rank's, in rank order; `None`: this one's."""
@@ -110,8 +108,8 @@ class World(ExitStack):
 
     def tells(self, error: str) -> bool:
         """Tells whether this rank is to say an error: the first that has it; until ranks have joined, the first of each machine."""
-        if self._ranks is None:
+        if self._collectives is None:
             return self.size == 1 or os.environ.get("LOCAL_RANK", str(self.rank)) == "0"
         with suppress(RuntimeError):  # the store is gone, with the process that held it
-            return self._ranks.store.add(f"told/{hashlib.sha256(error.encode()).hexdigest()}", 1) == 1
+            return self._collectives.ranks.store.add(f"told/{hashlib.sha256(error.encode()).hexdigest()}", 1) == 1
         return True

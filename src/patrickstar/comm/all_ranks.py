@@ -57,7 +57,12 @@ class AllRanks:
             raise  # from communication itself: all ranks have it
         except Exception as error:
             problem = error
-            told = error if isinstance(error, Error) else self._of_this_rank(what, error)
+            if isinstance(error, Error):
+                told = error
+            else:
+                reason = f"{what} has failed: {type(error).__name__}: {error}"
+                ranks = self.collectives.ranks.numbers([self.rank])
+                told = RankError(reason, ranks=ranks, action=what, reason=reason)
         mine = pickle.dumps((outcome, told))
         of_all = [pickle.loads(theirs) for theirs in self.collectives.agree(mine, what)]  # noqa: S301  (of ranks of this program)
         if problem is not None:
@@ -67,11 +72,6 @@ class AllRanks:
                 theirs.args = (f"{self.collectives.ranks.names([rank])}: {theirs}",)
                 raise theirs
         return [outcome for outcome, _ in of_all]
-
-    def _of_this_rank(self, what: str, error: Exception) -> RankError:
-        assert self.collectives is not None
-        reason = f"{what} has failed: {type(error).__name__}: {error}"
-        return RankError(reason, ranks=self.collectives.ranks.numbers([self.rank]), action=what, reason=reason)
 
 
 def share_out(nbytes: Sequence[int], size: int, *, first_has: int = 0) -> list[int]:

@@ -15,7 +15,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Collection
 from concurrent.futures import Future, InvalidStateError
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -42,13 +41,12 @@ _MORE_THAN_OURS_S: Final = 15.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Collective:
-    """One collective. `text`: kind and name; `detail`: what else must be alike; `act`: what it does, once; `after`: what it comes after here."""
+    """One collective. `text`: kind and name; `detail`: what else must be alike; `act`: what it does, once."""
 
     number: int
     text: str
     detail: str
     act: list[Task]
-    after: tuple[Ticket, ...]
     end: Future[None]
 
 
@@ -69,7 +67,7 @@ class Collectives:
         self.sent_bytes = self.announced_bytes = 0
         self.past = ""
         self.ranks = self._ranks = ranks
-        self._timeout_s = timeout_s
+        self._timeout_s, self._poll_s = timeout_s, poll_s
         self._process = os.getpid()
         self._me = ranks.names([ranks.rank])
 
@@ -84,7 +82,7 @@ class Collectives:
         self._thread = threading.Thread(target=self._run, name="patrickstar collectives", daemon=True)
         self._thread.start()
         atexit.register(self._leave_at_exit)
-        self._issue("open", "groups", "", self._open, ())
+        self._issue("open", "groups", "", self._open)
 
     @property
     def failure(self) -> RankError | None:
@@ -96,7 +94,7 @@ class Collectives:
         """True, once this is closed, where torch may still read and write tensors of a collective that has failed: their memory must stay."""
         return bool(self._given_up) or self._thread.is_alive()
 
-    def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str, *, after: Collection[Ticket] = ()) -> Ticket:
+    def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Ticket:
         """Has `out` [p * n] get the shards [n] of all ranks, in their order. `shard`: perhaps its place in `out`."""
         assert (out.numel(), out.dtype) == (self._ranks.size * shard.numel(), shard.dtype)
 
@@ -104,9 +102,9 @@ class Collectives:
             self._finish(*_gathered(self._ranks, _bytes(out), _bytes(shard)))
             self.sent_bytes += (self._ranks.size - 1) * shard.nbytes
 
-        return self._issue("gather", what, f"{shard.numel()} {shard.dtype}", act, after)
+        return self._issue("gather", what, f"{shard.numel()} {shard.dtype}", act)
 
-    def exchange(self, out: torch.Tensor, parts: torch.Tensor, what: str, *, after: Collection[Ticket] = ()) -> Ticket:
+    def exchange(self, out: torch.Tensor, parts: torch.Tensor, what: str) -> Ticket:
         """Has `out` [p * n] get the pieces of all ranks' `parts` [p * n] that are for this one, in their order."""
         assert (out.numel(), out.dtype) == (parts.numel(), parts.dtype)
 
@@ -114,7 +112,7 @@ class Collectives:
             self._finish(all_to_all(self._ranks.data, _bytes(out), _bytes(parts)))
             self.sent_bytes += (self._ranks.size - 1) * (parts.nbytes // self._ranks.size)
 
-        return self._issue("exchange", what, f"{parts.numel()} {parts.dtype}", act, after)
+        return self._issue("exchange", what, f"{parts.numel()} {parts.dtype}", act)
 
     def reduce(
         self,
@@ -124,14 +122,11 @@ class Collectives:
         what: str,
         *,
         flags: bytearray | None = None,
-        adds: bool = False,
-        after: Collection[Ticket] = (),
     ) -> Ticket:
         """Has `out` [n], in fp32, be f(1/p) * (((g0 + g1) + g2) + ...), of the pieces of all ranks' `partial` [p * n] that are this rank's.
 
         Args:
-            received: to receive into: as `partial`, whose type travels. adds: whether that is added to what `out` holds.
-            flags: each byte becomes the bitwise or of those of all ranks.
+            received: to receive into: as `partial`, whose type travels. flags: each byte becomes the bitwise or of those of all ranks.
         """
         size = self._ranks.size
         assert out.dtype is torch.float32
@@ -150,14 +145,14 @@ class Collectives:
                 works.append(all_gather(ranks.small, _bytes(of_all), mine))
             self._finish(*works)
             self.sent_bytes += (size - 1) * out.numel() * partial.element_size()
-            sum_in_rank_order(out, received.view(size, -1), adds=adds)
+            sum_in_rank_order(out, received.view(size, -1))
             if flags is not None:
                 self.announced_bytes += (size - 1) * len(flags)
                 for theirs in of_all:
                     mine.bitwise_or_(theirs)
 
         n_flags = 0 if flags is None else len(flags)
-        return self._issue("reduce", what, f"{out.numel()} {partial.dtype}, {n_flags} flags", act, after)
+        return self._issue("reduce", what, f"{out.numel()} {partial.dtype}, {n_flags} flags", act)
 
     def agree(self, value: bytes, what: str, *, within_s: float = math.inf) -> list[bytes]:
         """The values of all ranks, in their order; waits for them, and no longer than so: all calls of all ranks fail then."""
@@ -171,7 +166,7 @@ class Collectives:
                 text[: int.from_bytes(length, "little")] for text, length in zip(padded, lengths, strict=True)
             )
 
-        ticket, patience = self._issue("agree", what, "", act, ()), Patience(within_s)
+        ticket, patience = self._issue("agree", what, "", act), Patience(within_s)
         while within_s < math.inf and not ticket.done:
             if patience.is_over:
                 reason = f"{self._me} was about to agree {what}, and the others were not within {within_s:g} s"
@@ -201,9 +196,9 @@ class Collectives:
         how = f" after {type(error).__name__}: {error}" if error is not None else ""
         self.close(f"{self._me} has ended{how}")
         if self._ranks.rank == 0 and os.getpid() == self._process:
-            self._watch.linger()
+            time.sleep(2 * self._poll_s)  # the others read the news: the store ends with the process that holds it
 
-    def _issue(self, kind: str, what: str, detail: str, act: Task, after: Collection[Ticket]) -> Ticket:
+    def _issue(self, kind: str, what: str, detail: str, act: Task) -> Ticket:
         end: Future[None] = Future()
         with self._lock:
             self._issued += 1
@@ -212,7 +207,7 @@ class Collectives:
                 _set(end, StateError("communication between ranks is closed"))
             self._under_way[number] = end
             alike = ", ".join(filter(None, (detail, self.past)))
-            self._queue.put(_Collective(number, f"{kind} {what}", alike, [act], tuple(after), end))
+            self._queue.put(_Collective(number, f"{kind} {what}", alike, [act], end))
         end.add_done_callback(lambda _: self._under_way.pop(number, None))
         self._fail_what_cannot_be()
         return ThreadTicket(end)
@@ -237,8 +232,6 @@ class Collectives:
     def _do(self, collective: _Collective, stream: torch.Stream | None) -> None:
         at = self._watch.position
         try:
-            for ticket in collective.after:
-                ticket.wait()
             at.number, at.doing = collective.number, collective.text
             if collective.number > 0:
                 self._announce(collective)
@@ -271,7 +264,7 @@ class Collectives:
             f"ranks were about to do different things, and nothing was exchanged: {said}. All ranks call"
             " the same modules, in the same order, for as many batches"
         )
-        odd = tuple(rank for row, ranks in ranks_of.items() if row != most for rank in ranks)
+        odd = [rank for row, ranks in ranks_of.items() if row != most for rank in ranks]
         raise self._failed(News(odd, collective.text, reason))
 
     def _gather_bytes(self, row: bytes) -> list[bytes]:
@@ -299,7 +292,7 @@ class Collectives:
                     if patience.is_over:
                         ranks, found = self._watch.late_for(number)
                         reason = f"{self._watch.position.doing} has not ended within {self._timeout_s:g} s: {found}"
-                        raise self._failed(News(tuple(ranks), self._watch.position.doing, reason))
+                        raise self._failed(News(ranks, self._watch.position.doing, reason))
                     time.sleep(pause)
                     pause = min(1.5 * pause, _LONGEST_PAUSE_S)
                 work.wait()  # for what it raises
@@ -323,7 +316,7 @@ class Collectives:
             self._check(number)
             time.sleep(_LONGEST_PAUSE_S)
         reason = f"a connection to another rank broke: {error}"
-        return self._failed(News(tuple(self._watch.absent), self._watch.position.doing, reason))
+        return self._failed(News(sorted(self._watch.absent), self._watch.position.doing, reason))
 
     def _failed(self, news: News) -> RankError:
         """The error that news make, told to the others."""
@@ -343,19 +336,14 @@ def _gathered(ranks: Ranks, out: torch.Tensor, shard: torch.Tensor) -> list[dist
     return [broadcast(ranks.data, piece, root) for root, piece in enumerate(pieces)]
 
 
-def sum_in_rank_order(out: torch.Tensor, pieces: torch.Tensor, *, adds: bool) -> None:
-    """Has `out` [n] be, or be more by, f(1/p) * (((g0 + g1) + g2) + ...), of the rows of `pieces` [p, n]: in fp32, element for element."""
-    size = len(pieces)
-    scratch = out.new_empty(min(out.numel(), _SUMMED_AT_ONCE))
+def sum_in_rank_order(out: torch.Tensor, pieces: torch.Tensor) -> None:
+    """Has `out` [n] be f(1/p) * (((g0 + g1) + g2) + ...), of the rows of `pieces` [p, n]: in fp32, element for element."""
     for start in range(0, out.numel(), _SUMMED_AT_ONCE):
-        target = out[start : start + _SUMMED_AT_ONCE]
-        total = scratch[: len(target)] if adds else target
-        total.copy_(pieces[0, start : start + len(target)])
+        total = out[start : start + _SUMMED_AT_ONCE]
+        total.copy_(pieces[0, start : start + len(total)])
         for piece in pieces[1:]:
-            total.add_(piece[start : start + len(target)])
-        total.mul_(1 / size)
-        if adds:
-            target.add_(total)
+            total.add_(piece[start : start + len(total)])
+        total.mul_(1 / len(pieces))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -92,17 +92,11 @@ class News:
         has_left: whether it is about a rank that said so itself.
     """
 
-    ranks: tuple[int, ...]
+    ranks: Sequence[int]
     action: str
     reason: str
     after: int = 0
     has_left: bool = False
-
-    @classmethod
-    def parse(cls, text: bytes) -> News:
-        """News as they are written in the store."""
-        fields = json.loads(text)
-        return cls(**fields | {"ranks": tuple(fields["ranks"])})
 
 
 @dataclass(slots=True)
@@ -118,7 +112,7 @@ class Watch:
     """The watch of one rank. `on_failure`: called once there is an error for collectives that were none before, by whichever thread notices.
 
     Attributes:
-        position: how far this rank has come; written by whoever does the collectives.
+        position: how far this rank has come; written by whoever does the collectives. absent: the ranks that have left, or are gone.
     """
 
     def __init__(self, ranks: Ranks, on_failure: Callable[[], None], *, poll_s: float = 0.25) -> None:
@@ -129,7 +123,7 @@ class Watch:
         self._poll_s = poll_s
 
         self._failures: list[tuple[int, RankError]] = []  # and the last collective that each does not concern
-        self._absent: set[int] = set()  # those that have left, or are gone
+        self.absent: set[int] = set()
         self._read = 0
         self._own = Process.own()
         self._has_met = False
@@ -179,15 +173,6 @@ class Watch:
         telling.join(1)
         self._thread.join(1)
 
-    def linger(self) -> None:
-        """Sleeps for as long as the others take to read the news: the store ends with the process that holds it."""
-        time.sleep(2 * self._poll_s)
-
-    @property
-    def absent(self) -> list[int]:
-        """The ranks that have left, or are gone, in order."""
-        return sorted(self._absent)
-
     def late_for(self, number: int) -> tuple[list[int], str]:
         """The ranks that are to blame where a collective does not end, and what is known of them. Takes seconds: hearts are heard twice."""
         first = self._hear(range(self._ranks.size))
@@ -224,10 +209,10 @@ class Watch:
 
     def _read_news(self) -> None:
         while self._store.check([f"news/{self._read + 1}"]):
-            news = News.parse(self._store.get(f"news/{self._read + 1}"))
+            news = News(**json.loads(self._store.get(f"news/{self._read + 1}")))
             self._read += 1
             if news.has_left:
-                self._absent.update(news.ranks)
+                self.absent.update(news.ranks)
             self.note(news, tells=False)
 
     def _tell(self, news: News) -> None:
@@ -246,7 +231,7 @@ class Watch:
         at = self.position
         self._store.set(f"beat/{self._ranks.rank}", json.dumps([self._beats, at.done, at.number, at.doing]))
         after_me = (self._ranks.rank + 1) % self._ranks.size
-        if not self._has_met or after_me in self._beside or after_me in self._absent:
+        if not self._has_met or after_me in self._beside or after_me in self.absent:
             return
         heard = self._hear([after_me]).get(after_me, b"")
         if heard != self._heard:
@@ -258,12 +243,12 @@ class Watch:
         return {rank: self._store.get(f"beat/{rank}") for rank in ranks if self._store.check([f"beat/{rank}"])}
 
     def _look_at_processes(self) -> None:
-        for rank in sorted(self._beside.keys() - self._absent):
+        for rank in sorted(self._beside.keys() - self.absent):
             self._looks[rank] += self._beside[rank].is_gone
             if self._looks[rank] == _TIMES_GONE:
                 pid = self._beside[rank].pid
                 self._gone(rank, f"has ended without a word: its process {pid} was killed, or crashed")
 
     def _gone(self, rank: int, how: str) -> None:
-        self._absent.add(rank)
+        self.absent.add(rank)
         self.note(News((rank,), self.position.doing, f"{self._ranks.names([rank])} {how}"))

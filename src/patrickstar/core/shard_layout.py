@@ -7,7 +7,6 @@ gathers the chunks of its *group*: those of its block, or those of what no block
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
@@ -92,13 +91,6 @@ class ShardLayout(Layout):
     def group_numel(self, group: str) -> int:
         """Elements of a group, gathered."""
         return len(self.chunks_in[group]) * self.whole.chunk_numel
-
-    def with_pieces(self, names: Collection[str]) -> Iterator[tuple[int, str]]:
-        """The chunks with elements of these tensors in this rank's share, each with the first of these there."""
-        for chunk in range(self.n_chunks):
-            label = next((piece.name for piece in self.tensors_in(chunk) if piece.name in names), None)
-            if label is not None:
-                yield chunk, label
 
     def __reduce__(self) -> tuple[Any, ...]:
         return shard_of, (self.whole, self.rank, self.size)

@@ -28,5 +28,5 @@ class BackwardSums:
 
     def drop(self, names: Iterable[str]) -> None:
         """Drops the sums of these parameters and tiles."""
-        for name in names:
+        for name in names if self._sums else ():
             self._sums.pop(name, None)

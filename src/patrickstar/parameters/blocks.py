@@ -205,7 +205,9 @@ class Blocks:
         if nodes and backward_id() == -1:
             self._order.await_backward(block.path, first_node)
         for node in nodes:
-            node.register_prehook(partial(_order_backward, weakref.ref(self._order), block.path, first_node))
+            node.register_prehook(
+                partial(_begins, weakref.WeakMethod(self._order.begin_backward), block.path, first_node)
+            )
         return result
 
     def _call(self, block: Block, module: nn.Module, run: Callable[[], _Result]) -> _Result:
@@ -289,7 +291,7 @@ class Blocks:
         if not block.module._modules:
             return
         for node in _nodes_of(result, first_node):
-            node.register_prehook(partial(_backward_begins, weakref.ref(self), block))
+            node.register_prehook(partial(_begins, weakref.WeakMethod(self.backward_begins), block))
 
     def backward_begins(self, block: Block) -> None:
         """Opens a block, whose backward begins."""
@@ -323,16 +325,10 @@ class Blocks:
         return any(ref.plane == WEIGHT for ref in self._access.leases.held())
 
 
-def _backward_begins(blocks: weakref.ref[Blocks], block: Block, *_: Any) -> None:
-    there = blocks()
+def _begins(begin_backward: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
+    there = begin_backward()
     if there is not None:
-        there.backward_begins(block)
-
-
-def _order_backward(order: weakref.ref[CallOrder], block: str, call: int, *_: Any) -> None:
-    there = order()
-    if there is not None:
-        there.begin_backward(block, call)
+        there(*args[:-1])  # the last ones are the gradients
 
 
 def _nodes_of(result: Any, first_node: int) -> set[Node]:

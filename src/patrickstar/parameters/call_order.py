@@ -42,8 +42,8 @@ class Exchanging(Protocol):
     def send(self, block: str) -> None:
         """Begins to reduce the gradients of a block that have come."""
 
-    def receive(self, block: str) -> None:
-        """Takes this rank's shares of what was sent."""
+    def receive(self) -> None:
+        """Takes this rank's shares of what was sent last, if anything was."""
 
 
 class CallOrder:
@@ -69,7 +69,6 @@ class CallOrder:
         self._last = (False, "")
         self._coming: set[str] = set()
         self._in_backward = ""
-        self._sent = ""
         self._calls: dict[str, set[int]] = {}  # those of the last forward whose backward has not begun
 
     def use(self, touches: Iterable[Touch]) -> Sequence[Touch]:
@@ -86,9 +85,7 @@ class CallOrder:
 
     def begin_forward(self) -> None:
         """Begins a forward of the model, which gathers the same whatever came before it."""
-        self._receive()
-        self._end()
-        self.forget()
+        self.end_backward()
         if "" in self._layout.chunks_of:
             self._use("")
 
@@ -108,15 +105,16 @@ class CallOrder:
         self._calls.get(block, set()).discard(call)
         left, self._in_backward = self._in_backward, block
         if left not in ("", block) and not self._calls.get(left):
-            self._receive()
+            self._exchange.receive()
             self._exchange.send(left)
-            self._sent = left
         self._begin(block, in_backward=True)
 
     def end_backward(self) -> None:
         """Ends the backward: all that was sent has come when this returns, and nothing stays gathered."""
-        self._receive()
-        self._end()
+        self._exchange.receive()
+        self.next_blocks.pop(self._last, None)
+        self._last, self._in_backward = (False, ""), ""
+        self._calls.clear()
         self.forget()
 
     def forget(self) -> None:
@@ -145,17 +143,7 @@ class CallOrder:
         if ahead not in self.there and (not in_backward or self._calls.get(ahead)):
             self._gather(ahead)
 
-    def _end(self) -> None:
-        self.next_blocks.pop(self._last, None)
-        self._last, self._in_backward = (False, ""), ""
-        self._calls.clear()
-
     def _keep(self, block: str) -> None:
         """Lets go of all blocks but one."""
         self.there = {kept: weights for kept, weights in self.there.items() if kept in ("", block)}
         self._coming &= self.there.keys()
-
-    def _receive(self) -> None:
-        sent, self._sent = self._sent, ""
-        if sent:
-            self._exchange.receive(sent)

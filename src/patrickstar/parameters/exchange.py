@@ -14,15 +14,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Final, NamedTuple, Protocol
+from itertools import chain
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from patrickstar.comm.collectives import Collectives
 from patrickstar.core.planes import WEIGHT, PlaneRef
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.trace import Phase, Touch
-from patrickstar.memory.lanes import Ticket
+from patrickstar.memory.lanes import DONE, Ticket
 from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.call_order import CallOrder
@@ -31,19 +33,26 @@ from patrickstar.torch_private import backward_id
 _WIDENED_APART: Final = 1024  # elements
 
 
-class Others(Protocol):
-    """The other ranks: `Collectives`, or nobody in a trial run."""
+class Nobody:
+    """Other ranks of a trial run, `size` in all, that do nothing, at once. `sent_bytes`: what would have been sent to them."""
 
-    def gather(self, out: Tensor, shard: Tensor, what: str) -> Ticket:
-        """Has `out` get the shards of all ranks; `shard` may be this rank's piece of it."""
+    def __init__(self, size: int) -> None:
+        self._others = size - 1
+        self.sent_bytes = 0
 
-    def reduce(
-        self, out: Tensor, partial: Tensor, received: Tensor, what: str, *, flags: bytearray | None = None
-    ) -> Ticket:
-        """Has `out` be this rank's piece of the mean of all ranks' `partial`, and `flags` the or of theirs."""
+    def gather(self, out: Tensor, shard: Tensor, what: str) -> Ticket:  # noqa: ARG002
+        """Nothing is gathered."""
+        self.sent_bytes += self._others * shard.nbytes
+        return DONE
 
-    def agree(self, value: bytes, what: str) -> list[bytes]:
-        """The values of all ranks."""
+    def reduce(self, out: Tensor, partial: Tensor, *_: object, flags: bytearray | None = None) -> Ticket:  # noqa: ARG002
+        """Nothing is reduced."""
+        self.sent_bytes += self._others * out.numel() * partial.element_size()
+        return DONE
+
+    def agree(self, value: bytes, what: str) -> list[bytes]:  # noqa: ARG002
+        """The value alone."""
+        return [value]
 
 
 class Travel(NamedTuple):
@@ -103,16 +112,26 @@ class Exchange(ABC):
 
     Attributes:
         order: is told of calls, and says what is exchanged. binding: of the parameters, given once it is made.
+        take: adds this rank's shares of gradients of these parameters to those in chunks, given with it.
         came: gradients of the backward under way that no reduction has taken, by name.
         postpones: how many contexts say that gradients are not to be reduced. kept: those that wait for that, in fp32, by name.
         has_waited: whether there has been such a context since gradients were last reduced.
     """
 
     binding: Binding
+    take: Callable[[Collection[str], Iterable[tuple[int, Tensor]]], None]
 
-    def __init__(self, layout: ShardLayout, names: Iterable[str], others: Others, travel: Travel) -> None:
+    def __init__(
+        self,
+        layout: ShardLayout,
+        names: Iterable[str],
+        others: Collectives | Nobody,
+        travel: Travel,
+        moment: Callable[[Phase, str, list[Touch]], None],
+    ) -> None:
         self.layout = layout
         self._travel = travel
+        self._moment = moment
         self.order = CallOrder(layout, self, names)
         self.came = BackwardSums()
         self.postpones, self.has_waited = 0, False
@@ -128,14 +147,6 @@ class Exchange(ABC):
     # where this rank's shards are
 
     @abstractmethod
-    def moment(self, phase: Phase, label: str, touches: list[Touch]) -> None:
-        """Has units resident."""
-
-    @abstractmethod
-    def take(self, names: Collection[str], shares: Iterable[tuple[int, Tensor]]) -> None:
-        """Adds this rank's shares of gradients of these parameters to those in chunks."""
-
-    @abstractmethod
     def ours(self, nbytes: int = 0) -> AbstractContextManager[None]:
         """A context for our own operations, and for so many bytes that they take for good."""
 
@@ -144,7 +155,7 @@ class Exchange(ABC):
     def gather(self, block: str) -> BlockWeights:
         """Begins to gather a block's groups: into what somebody still holds of them, if anybody does."""
         phase = Phase.FORWARD if backward_id() == -1 else Phase.BACKWARD
-        self.moment(phase, self._names_in[block][0], [Touch(unit) for unit in self.layout.units_of(block)])
+        self._moment(phase, self._names_in[block][0], [Touch(unit) for unit in self.layout.units_of(block)])
         weights = BlockWeights({}, [], self.ours)
         with self.ours():
             units = [self.binding.leases.take(unit) for unit in self.layout.units_of(block)]
@@ -200,8 +211,7 @@ class Exchange(ABC):
         return sum(gradient.nbytes for gradient in self.kept.values())
 
     def drop(self, names: Collection[str]) -> None:
-        """Forgets gradients that have not been reduced."""
-        self.came.drop(names)
+        """Forgets gradients that wait to be reduced."""
         for name in self.kept.keys() & set(names):
             del self.kept[name]
 
@@ -216,8 +226,8 @@ class Exchange(ABC):
             self._sent = list(self._reduce(self.layout.chunks_of[block], names, gradients, flags=self._flags))
         self._sent_names = names
 
-    def receive(self, block: str) -> None:  # noqa: ARG002
-        """Takes this rank's shares of the gradients of a block."""
+    def receive(self) -> None:
+        """Takes this rank's shares of the gradients that were sent last, if any were."""
         sent, self._sent = self._sent, []
         if sent:
             sent[0].ticket.wait()
@@ -291,14 +301,11 @@ class Exchange(ABC):
 def _shares(under_way: Iterable[Sent]) -> Iterator[tuple[int, Tensor]]:
     """The shares of chunks, of which the next one is sent before one is waited for."""
     last: Sent | None = None
-    for one in under_way:
+    for one in chain(under_way, [None]):
         if last is not None:
             last.ticket.wait()
             yield last.chunk, last.share
         last = one
-    if last is not None:
-        last.ticket.wait()
-        yield last.chunk, last.share
 
 
 def _widen(whole: Tensor, narrow: Tensor) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from patrickstar.comm.collectives import Collectives
-from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.machine import Tier
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.deferred.deferred_init import deferred_by
@@ -48,12 +47,15 @@ def expect_alike(
         {key: [names[id(p)] for p in value] if key == "params" else value for key, value in group.items()}
         for group in groups
     ]
+    # The directory is each rank's own, and in the mesh each has another place.
+    given = [one.name for one in fields(setup.memory) if one.name not in {"disk", "mesh"}]
+    options = {name: getattr(setup.memory, name) for name in given}
     host_bytes = setup.budgets.machine.budget[Tier.HOST] if setup.budgets.host_binds else None
     facts = {
         "the version of torch": torch.__version__,
         "the parameters": str({name: (*parameter.shape, parameter.dtype) for name, parameter in named.items()}),
         "the optimizer": f"{type(optimizer).__name__} {alike}",
-        "the options": f"{_shared(setup.memory)} {host_bytes} {setup.precision.compute} {setup.layout.whole}",
+        "the options": f"{options} {host_bytes} {setup.precision.compute} {setup.layout.whole}",
         "the values of parameters": _digest(named.values()),
         "the optimizer's state": str({name: state.step for name, state in states.items()})
         + _digest(moment for state in states.values() for moment in (state.exp_avg, state.exp_avg_sq)),
@@ -82,8 +84,3 @@ def _digest(tensors: Iterable[Tensor]) -> str:
         else:
             found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
-
-
-def _shared(memory: MemoryOptions) -> dict[str, object]:
-    """The arguments without the directory, which is each rank's own, and the mesh, in which each has another place."""
-    return {one.name: getattr(memory, one.name) for one in fields(memory) if one.name not in {"disk", "mesh"}}

@@ -16,6 +16,7 @@ from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.memory.store import ChunkStore
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.user_optimizer import read_groups
+from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.blocks import Blocks
 from patrickstar.parameters.escapes import EscapedMemory
@@ -161,8 +162,9 @@ def build_step(
     )
     shared: dict[str, Any] = {"binding": binding, "layout": layout, "executor": executor, "stretches": stretches}
     shared |= {"in_chunks": in_chunks, "whole": whole}
+    sums = BackwardSums() if gathering is None else gathering.came
     updates = OptimizerStep(planner=planner, passes=passes, **shared)
-    shared |= {"updates": updates, "touches": touches, "hypers": hypers, "gathering": gathering}
+    shared |= {"updates": updates, "touches": touches, "hypers": hypers, "gathering": gathering, "sums": sums}
     training: Training = (
         InBackwardTraining(handed_out=handed_out, **shared)
         if in_backward
@@ -174,7 +176,7 @@ def build_step(
     events.training, events.handed_out = training, handed_out
     events.masters, masters.binding = gathering or masters, binding
     if gathering is not None:
-        gathering.binding, gathering.add_shares = binding, in_chunks.add_shares
+        gathering.binding, gathering.take = binding, in_chunks.add_shares
         binding.kept_bytes, binding.gradients.are_shared = gathering.kept_bytes, True
         events.refused = gathering.refused
     events.assembling = Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=updates.steps)

@@ -65,11 +65,7 @@ class Loading:
         return self._origins[name].read(self._files, self._naming)
 
     def prepare(
-        self,
-        named: Mapping[str, nn.Parameter],
-        state: Residency,
-        budgets: Budgets,
-        all_ranks: AllRanks = AllRanks(),  # noqa: B008  (frozen)
+        self, named: Mapping[str, nn.Parameter], state: Residency, budgets: Budgets, all_ranks: AllRanks
     ) -> None:
         """Does what can be done before anything changes. CheckpointError: something cannot be read, or ranks see other values."""
         self.keep = _fit_twice(named, state, budgets)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 
@@ -32,10 +32,8 @@ class Gathering(Exchange):
 
     Attributes:
         collectives: of all ranks, which do the same ones in the same order. masters: of weights.
-        add_shares: takes this rank's shares of gradients. steps: of the optimizer, so far.
+        steps: of the optimizer, so far.
     """
-
-    add_shares: Callable[[Collection[str], Iterable[tuple[int, Tensor]]], None]
 
     def __init__(
         self,
@@ -47,16 +45,12 @@ class Gathering(Exchange):
         masters: Masters,
         travel: Travel,
     ) -> None:
-        super().__init__(layout, names, collectives, travel)
+        super().__init__(layout, names, collectives, travel, executor.moment)
         self.executor = executor
         self.collectives = collectives
         self.masters = masters
         self.steps = 0
         self.shares_of = cache(partial(shares_by_rank, layout))
-
-    def moment(self, phase: Phase, label: str, touches: list[Touch]) -> None:
-        """Has units resident. Raises what `Executor.moment` raises."""
-        self.executor.moment(phase, label, touches)
 
     def refused(self, refusal: BudgetError) -> BudgetError:
         """The refusal of a forward, with the budget that is enough on all ranks. None goes on with it: each has refused it, too, or fails."""
@@ -65,10 +59,6 @@ class Gathering(Exchange):
             of_all = self.collectives.agree(b"%d" % enough, "on no forward: it does not fit")
             enough = max(map(int, of_all))
         return of_machine(refusal, enough, self.collectives.ranks.local_size)
-
-    def take(self, names: Collection[str], shares: Iterable[tuple[int, Tensor]]) -> None:
-        """Adds shares of gradients to those in chunks."""
-        self.add_shares(names, shares)
 
     @contextmanager
     def ours(self, nbytes: int = 0) -> Iterator[None]:

@@ -25,6 +25,7 @@ from patrickstar.step.executor import Executor
 from patrickstar.step.gathering import Gathering
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.overflow import Overflow
+from patrickstar.step.values import put_together
 from patrickstar.torch_private import NotInference, Plain, no_gradients
 
 
@@ -147,14 +148,12 @@ class Gradients:
 
     def copy_into(self, name: str, flat: Tensor) -> None:
         """Writes the gradient, rounded to its type, into a 1-D tensor in slot order."""
-        factors, at = self.factors.get(name, ()), 0
+        factors = self.factors.get(name, ())
         scaled = (block for piece in self.pieces(name) for block in scaled_blocks(piece, factors))
         if self.gathering is not None:
             self.gathering.assemble(name, scaled, flat)
-            return
-        for block in scaled:
-            flat[at : at + block.numel()].copy_(block)
-            at += block.numel()
+        else:
+            put_together(flat, scaled)
 
     def write(self, bound: BoundParameter, flat: Tensor, *, wholly: bool) -> None:
         """Takes a gradient that was read (`copy_into`) and has been changed.

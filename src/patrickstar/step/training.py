@@ -39,6 +39,7 @@ class Training(ABC):
         in_chunks: the gradients in the plane. updates: the optimizer's step, which does updates.
         hypers: the hyper-parameters of every parameter in a group, by name, as the groups stand now.
         whole: updates parameters as long as they keep their bytes. in_backward: whether parameters are updated as gradients arrive.
+        sums: of this backward, where gradients come in parts of another type, or for all ranks.
     """
 
     in_backward: ClassVar[bool]
@@ -52,9 +53,9 @@ class Training(ABC):
     touches: Touches
     hypers: Callable[[], Mapping[str, Hyper]]
     whole: Whole
+    sums: BackwardSums
     gathering: Gathering | None = None
 
-    _sums: BackwardSums | None = None  # of this backward, where gradients come in parts of another type
     _bringing: int | None = None  # the backward under way that has brought gradients; None: there is none
     _around: int | None = None  # the backward in which a block was last computed again
     _is_nested: bool = False  # whether a backward inside of another has ended, and the other has not
@@ -67,13 +68,9 @@ class Training(ABC):
 
     def _keep(self, bound: BoundParameter, gradient: Tensor) -> None:
         """Keeps what has come of a gradient, in its plane; until the backward ends in a sum of its own where the plane is of another type."""
-        if self.gathering is not None:
+        if self.gathering is not None or self.touches.adds_up(bound.name, str(gradient.dtype).removeprefix("torch.")):
             with self.executor.quiet():
-                self.gathering.came.add(bound.name, gradient)
-        elif self.touches.adds_up(bound.name, str(gradient.dtype).removeprefix("torch.")):
-            self._sums = self._sums or BackwardSums()
-            with self.executor.quiet():
-                self._sums.add(bound.name, gradient)
+                self.sums.add(bound.name, gradient)
         else:
             self.in_chunks.add(bound, gradient, in_block=not self.in_backward and bool(self.binding.access.open))
 
@@ -106,11 +103,10 @@ class Training(ABC):
         """Takes the end of a backward that has brought gradients, itself or in one inside of it. `inside`: of another, which goes on."""
         if inside:
             return
-        sums, self._sums = self._sums, None
-        for name, gradient in ({} if sums is None else sums.take()).items():
-            self.in_chunks.add(self.binding.records[name], gradient)
         if self.gathering is not None:
             self.gathering.end_backward()
+        for name, gradient in self.sums.take().items():
+            self.in_chunks.add(self.binding.records[name], gradient)
         assert not self.in_chunks.incomplete, "some tiles of a parameter have been used without the others"
         self.in_chunks.whole |= self.in_chunks.names
         self.stretches.backward_ended()
@@ -136,8 +132,7 @@ class Training(ABC):
     def zero_grad(self, *, set_to_none: bool, names: Iterable[str] | None = None) -> None:
         """Forgets the gradients of parameters, or makes them zero. `names`: which parameters; None: all."""
         wanted = set(self.binding.by_name if names is None else names)
-        if self._sums is not None:
-            self._sums.drop(label for name in wanted for label in (name, *self.layout.leaves(name)))
+        self.sums.drop(label for name in wanted for label in (name, *self.layout.leaves(name)))
         if self.gathering is not None:
             self.gathering.drop(wanted)
         if set_to_none:
@@ -194,9 +189,7 @@ class Training(ABC):
         """Forgets an update that was left half done: everything has been loaded anew."""
         self.updates.is_half_done = False
         self._bringing, self._is_nested = None, False
-        self._sums = None
-        if self.gathering is not None:
-            self.gathering.came.take()
+        self.sums.take()
 
     def finish(self) -> None:
         """Does what is pending, since the session ends. An update that was left half done is told of in a warning."""

@@ -49,8 +49,8 @@ class Weights:
         """Writes the values into a 1-D fp32 tensor in slot order."""
         if self.gathering is not None:
             self.gathering.assemble(name, self.pieces(name, plane), flat)
-            return
-        put_together(flat, self.pieces(name, plane))
+        else:
+            put_together(flat, self.pieces(name, plane))
 
     def pieces(self, name: str, plane: str) -> Iterator[Tensor]:
         """The values as 1-D pieces on the host in slot order; each valid until the next is asked for, and not to be written."""

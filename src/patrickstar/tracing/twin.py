@@ -11,14 +11,13 @@ from torch import Tensor
 from patrickstar.core.planes import GRAD, GradientUse, PlaneRef
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.trace import Phase, Touch
-from patrickstar.memory.lanes import DONE, Ticket
 from patrickstar.memory.leases import CopyKey, Leases, WeightKey
 from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.blocks import NotInBlocksError
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.call_order import CallOrder
-from patrickstar.parameters.exchange import Exchange, Travel
+from patrickstar.parameters.exchange import Exchange, Nobody, Travel
 from patrickstar.parameters.owner import Owner
 from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.touches import Touches
@@ -64,6 +63,7 @@ class Twin(Owner):
         if isinstance(self.touches.layout, ShardLayout):
             self.over_ranks = TwinOfRanks(self, self.binding, self.touches.layout, travel)
             self.over_ranks.order.next_blocks |= next_blocks
+            self._sums = self.over_ranks.came
         return None if self.over_ranks is None else self.over_ranks.order
 
     def _is_slot(self, tensor: Tensor) -> bool:
@@ -147,9 +147,7 @@ class Twin(Owner):
                 raise NotInBlocksError(f"the gradient of {name} comes in parts")
             self._updated.add(name)
             self.binding.changes.outdate([name])
-        if self.over_ranks is not None:
-            self.over_ranks.came.add(name, gradient)
-        elif self.touches.adds_up(name, str(gradient.dtype).removeprefix("torch.")):
+        if self.over_ranks is not None or self.touches.adds_up(name, str(gradient.dtype).removeprefix("torch.")):
             self._sums.add(name, gradient)
         else:
             in_block = self.touches.gradients is GradientUse.CHUNK and bool(self.binding.access.open)
@@ -171,13 +169,8 @@ class TwinOfRanks(Exchange):
 
     def __init__(self, twin: Twin, binding: Binding, layout: ShardLayout, travel: Travel) -> None:
         self.nobody = Nobody(layout.size)
-        super().__init__(layout, binding.by_name, self.nobody, travel)
+        super().__init__(layout, binding.by_name, self.nobody, travel, twin.moment)
         self.binding = binding
-        self._twin = twin
-
-    def moment(self, phase: Phase, label: str, touches: Sequence[Touch]) -> None:
-        """Writes a moment down."""
-        self._twin.moment(phase, label, touches)
 
     def take(self, names: Collection[str], shares: Iterable[tuple[int, Tensor]]) -> None:
         """Writes down what is touched where shares of gradients are added."""
@@ -185,38 +178,8 @@ class TwinOfRanks(Exchange):
         for chunk, _ in shares:
             label = next((piece.name for piece in self.layout.tensors_in(chunk) if piece.name in wanted), None)
             if label is not None:
-                self._twin.moment(Phase.BACKWARD, label, (Touch(PlaneRef(chunk, GRAD), True),))
+                self._moment(Phase.BACKWARD, label, [Touch(PlaneRef(chunk, GRAD), True)])
 
     def ours(self, nbytes: int = 0) -> AbstractContextManager[None]:  # noqa: ARG002
         """A context without a meaning."""
         return torch.no_grad()
-
-
-class Nobody:
-    """Other ranks, `size` in all, that do nothing, at once. `sent_bytes`: what would have been sent to them."""
-
-    def __init__(self, size: int) -> None:
-        self._others = size - 1
-        self.sent_bytes = 0
-
-    def gather(self, out: Tensor, shard: Tensor, what: str) -> Ticket:  # noqa: ARG002
-        """Nothing is gathered."""
-        self.sent_bytes += self._others * shard.nbytes
-        return DONE
-
-    def reduce(
-        self,
-        out: Tensor,
-        partial: Tensor,
-        received: Tensor,  # noqa: ARG002
-        what: str,  # noqa: ARG002
-        *,
-        flags: bytearray | None = None,  # noqa: ARG002
-    ) -> Ticket:
-        """Nothing is reduced."""
-        self.sent_bytes += self._others * out.numel() * partial.element_size()
-        return DONE
-
-    def agree(self, value: bytes, what: str) -> list[bytes]:  # noqa: ARG002
-        """The value alone."""
-        return [value]
