@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,6 @@ from tests.docs.pages import ROOT
 from tests.ranks import Team, all_well, team
 
 LR = 1e-3
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Team]:
-    with team(2) as made:
-        yield made
 
 
 def train(rank: int, home: Path, arguments: list[str], signals_at: dict[int, int] | None = None) -> tuple[Any, ...]:

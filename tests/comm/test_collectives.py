@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -25,14 +23,6 @@ class Teams(dict[int, Team]):
     def __missing__(self, size: int) -> Team:
         self[size] = Team(size)
         return self[size]
-
-
-@pytest.fixture(scope="module")
-def teams() -> Iterator[Teams]:
-    started = Teams()
-    yield started
-    for team in started.values():
-        team.end()
 
 
 def mean(partials: list[torch.Tensor]) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,6 @@ from tests.ranks import Team, all_well
 FEW = frozenset(few_ranks(RANKS))
 
 _ATTEMPTS = 12
-
-
-@pytest.fixture(scope="module")
-def team_of() -> Iterator[Callable[[int], Team]]:
-    """Gives the team of so many ranks, which is kept."""
-    teams: dict[int, Team] = {}
-    yield lambda size: teams[size] if size in teams else teams.setdefault(size, Team(size))
-    for team in teams.values():
-        team.end()
 
 
 @lru_cache(maxsize=2)  # rows that share an oracle follow each other

@@ -15,15 +15,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import patrickstar
 from patrickstar.comm import collectives
 from patrickstar.core.shard_layout import ShardLayout
-from tests.ranks import Team, all_well, team
+from tests.ranks import Team, all_well
 
 DEFAULTS: dict[str, Any] = {"host_memory": "1GiB"}
-
-
-@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Team]:
-    with team(request.param) as made:
-        yield made
 
 
 def decoder(checkpointed: bool) -> nn.Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import patrickstar
 from patrickstar.core.shard_layout import RankOf, ShardLayout
 from patrickstar.errors import BudgetError
 from patrickstar.session.forecast import Forecast, forecast
-from tests.ranks import Team, all_well, team
+from tests.ranks import Team, all_well
 
 MEMORY = {"device": "cpu", "precision": "fp32", "host_memory": "1GiB"}
 SHAPE = (2, 16)
@@ -62,12 +61,6 @@ def train(rank: int, name: str, arguments: dict[str, Any]) -> list[int]:
             session.optimizer.zero_grad()
             sent.append(collectives.sent_bytes)
         return sent
-
-
-@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Team]:
-    with team(request.param) as made:
-        yield made
 
 
 def foreseen(name: str, rank: int, size: int, **arguments: Any) -> Forecast:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,12 +13,6 @@ import patrickstar
 from patrickstar.errors import ConfigError
 from tests.ranks import Team, all_well, team
 from tests.session.test_ranks import DEFAULTS, STEPS, build, loss_of, plain
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Team]:
-    with team(4) as made:
-        yield made
 
 
 def groups_of_their_own(rank: int) -> list[Any]:
@@ -60,7 +53,7 @@ class session_of:  # noqa: N801  (read as a function)
 def test_sessions_of_one_process_have_groups_of_their_own(four: Team) -> None:
     for found in all_well(four.run(groups_of_their_own)):
         for weights, name, size in zip(found, ("mlp", "experts", "tied"), (2, 2, 4), strict=True):
-            want = plain(name, size, 1, None, True)["weights"]
+            want = plain(name, size)["weights"]
             assert all(torch.equal(weights[key], value) for key, value in want.items()), name
 
 

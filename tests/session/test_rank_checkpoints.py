@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,6 @@ from patrickstar.memory.fileio import FileIO
 from tests.ranks import Ended, Team, all_well, kill_me, team
 from tests.session.builders import tiny_gpt2
 from tests.session.rank_programs import ROOMY, Bits, bits_of, build, expect_same, managed, train
-
-
-@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Team]:
-    with team(request.param) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Team]:
-    with team(2) as made:
-        yield made
 
 
 def save_and_go_on(rank: int, path: Path, arguments: Mapping[str, Any]) -> tuple[Bits, Bits]:
