@@ -267,7 +267,7 @@ RANKS: tuple[Mutant, ...] = (
     ),
     Fault("ranks share each machine's budget as if it were theirs alone", "session.forecast:_given").by(
         replace("which.local_size", "1"),
-        f"{FORECASTS}::test_the_smallest_budget_that_is_foreseen_is_the_machines_and_fits[2 ranks]",
+        f"{FORECASTS}::test_the_smallest_budget_that_is_foreseen_is_the_machines_and_fits",
     ),
     Fault("a frozen block sends gradients", "parameters.exchange:Exchange.send").by(
         replace("self.binding.by_name[name].parameter.requires_grad", "True"), f"{SENT}[2 ranks-frozen_llama]"

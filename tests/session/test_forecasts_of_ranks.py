@@ -80,6 +80,7 @@ def formula(layout: ShardLayout, trained: set[str]) -> int:
     return whole * (layout.size - 1) // layout.size
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_rank_sends_is_foreseen_to_the_byte(ranks: Team, name: str) -> None:
     found = all_well(ranks.run(train, name, {}))
@@ -94,12 +95,10 @@ def test_what_a_rank_sends_is_foreseen_to_the_byte(ranks: Team, name: str) -> No
         assert len(expected.by_rank) == ranks.size
 
 
-def test_the_smallest_budget_that_is_foreseen_is_the_machines_and_fits(ranks: Team) -> None:
-    short = foreseen("gpt2", 0, ranks.size, host_memory=64 << 10)
+def test_the_smallest_budget_that_is_foreseen_is_the_machines_and_fits(two: Team) -> None:
+    short = foreseen("gpt2", 0, two.size, host_memory=64 << 10)
     assert isinstance(short.refused, BudgetError)
-    smallest = max(
-        foreseen("gpt2", rank, ranks.size, host_memory=64 << 10).minimum["host"] for rank in range(ranks.size)
-    )
+    smallest = max(foreseen("gpt2", rank, 2, host_memory=64 << 10).minimum["host"] for rank in range(2))
     assert short.refused.smallest_bytes == short.minimum["host"] <= smallest
-    assert foreseen("gpt2", 0, ranks.size, host_memory=smallest).fits
-    all_well(ranks.run(train, "gpt2", {"host_memory": smallest}))
+    assert foreseen("gpt2", 0, two.size, host_memory=smallest).fits
+    all_well(two.run(train, "gpt2", {"host_memory": smallest}))
