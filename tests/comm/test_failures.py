@@ -78,7 +78,7 @@ def test_a_rank_that_does_not_answer_is_named_after_the_timeout(three: Team, whe
 
 
 def test_a_rank_that_does_not_come_is_named_after_the_timeout(two: Team) -> None:
-    by_rank = [[("gather", "block 3", 10)], [("sleep", "", 6)]]
+    by_rank = [[("gather", "block 3", 10)], [("sleep", "", 4)]]
     (error, later, _), (theirs, theirs_later, _) = all_well(two.run(late_call, by_rank))
     assert isinstance(error, RankError)
     assert error.ranks == (1,)
