@@ -10,6 +10,7 @@ from typing import Final
 import hypothesis
 import pytest
 
+from tests.ranks import Team, Teams
 from tests.sampling import mark_what_is_left_out
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in child processes
@@ -86,3 +87,26 @@ def no_bf16_by_default() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("patrickstar.step.resources.computes_bf16", lambda: False)
         yield
+
+
+@pytest.fixture(scope="session")
+def team_of() -> Iterator[Teams]:
+    """Gives the team of so many ranks, which all tests share."""
+    teams = Teams()
+    yield teams
+    teams.end()
+
+
+@pytest.fixture
+def two(team_of: Teams) -> Team:
+    return team_of(2)
+
+
+@pytest.fixture
+def three(team_of: Teams) -> Team:
+    return team_of(3)
+
+
+@pytest.fixture(params=[2, 3], ids="{} ranks".format)
+def ranks(request: pytest.FixtureRequest, team_of: Teams) -> Team:
+    return team_of(request.param)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import socket
 import sys
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -59,6 +61,24 @@ def run_script(
             process.kill()
             raise TimeoutError(f"{' '.join(words)} has not ended after {timeout:.0f} s")
         return CompletedProcess(words, process.exitcode, out.read_text(), err.read_text())
+
+
+def as_torchrun(size: int, script: Path | str, *arguments: object, cwd: Path) -> list[CompletedProcess[str]]:
+    """Runs it as so many ranks, with the environment that torchrun gives each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    root = Path(__file__).parents[1]
+    known = {"PYTHONPATH": os.pathsep.join((str(root / "src"), str(root))), "OMP_NUM_THREADS": "1"}
+    known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    known |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "ACCELERATE_USE_CPU": "true"}
+
+    def one(rank: int) -> CompletedProcess[str]:
+        which = {**known, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return run_script(script, *arguments, cwd=cwd, environment=which, timeout=200)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))
 
 
 def _run(words: list[str], cwd: Path, environment: Mapping[str, str], out: Path, err: Path) -> None:

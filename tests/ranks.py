@@ -32,6 +32,7 @@ class Team:
 
     def __init__(self, size: int, *, over_tcp: bool = False) -> None:
         self.size = size
+        self.has_all = True
         self._pipes: list[Connection] = []
         self._processes = []
         self._folder = tempfile.TemporaryDirectory()
@@ -72,6 +73,7 @@ class Team:
             for rank in left:
                 if rank not in answers and self._pipes[rank].poll():
                     answers[rank] = self._answer(rank)
+        self.has_all = not any(isinstance(answer, Ended) for answer in answers.values())
         return [answers[rank] for rank in range(self.size)]
 
     def _answer(self, rank: int) -> Any:
@@ -97,6 +99,23 @@ def team(size: int, *, over_tcp: bool = False) -> Iterator[Team]:
         yield made
     finally:
         made.end()
+
+
+class Teams:
+    """Teams by size, started when they are asked for and kept; one that has lost a rank is followed by another."""
+
+    def __init__(self) -> None:
+        self._teams: dict[int, Team] = {}
+
+    def __call__(self, size: int) -> Team:
+        if size in self._teams and not self._teams[size].has_all:
+            self._teams.pop(size).end()
+        return self._teams[size] if size in self._teams else self._teams.setdefault(size, Team(size))
+
+    def end(self) -> None:
+        """Ends them all."""
+        for made in self._teams.values():
+            made.end()
 
 
 def all_well(answers: Sequence[Any]) -> list[Any]:

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -27,15 +26,10 @@ from patrickstar.cli.main import main
 from patrickstar.cli.world import World
 from tests.cli.runs import Runs
 from tests.docs.pages import ROOT
-from tests.ranks import Team, all_well, team
+from tests.forked import as_torchrun
+from tests.ranks import Team, all_well
 
 LR = 1e-3
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Team]:
-    with team(2) as made:
-        yield made
 
 
 def train(rank: int, home: Path, arguments: list[str], signals_at: dict[int, int] | None = None) -> tuple[Any, ...]:
@@ -65,34 +59,33 @@ def run(ranks: Team, runs: Runs, *arguments: object, **signals: Any) -> list[tup
     return all_well(ranks.run(train, runs.home, [str(word) for word in words], *signals.values(), within_s=120))
 
 
-def under_torchrun(runs: Runs, words: str) -> subprocess.CompletedProcess[str]:
+def words_of(runs: Runs, words: str) -> list[object]:
     files = ["--data", runs.text, "--model", runs.model, "--log-json", runs.home / "log.jsonl"]
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "patrickstar", "train"]
-    common = "--device cpu --precision fp32 --batch-size 4 --seq-len 16"
-    return subprocess.run(  # noqa: PLW1510  (its status is looked at)
-        [str(word) for word in (*start, *common.split(), *words.split(), *files)],
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    return ["train", *f"--device cpu --precision fp32 --batch-size 4 --seq-len 16 --steps 3 {words}".split(), *files]
 
 
-def test_torchrun_trains_with_the_bits_of_one_process_and_speaks_with_one_voice(runs: Runs) -> None:
-    done = under_torchrun(runs, "--steps 3 --accumulate 2 --clip 1 --compare-plain")
-    assert done.returncode == 0, done.stderr
+def test_under_torchrun_it_has_the_bits_of_one_process_and_speaks_with_one_voice(runs: Runs) -> None:
+    first, second = as_torchrun(2, "patrickstar", *words_of(runs, "--accumulate 2 --clip 1 --compare-plain"), cwd=ROOT)
+    assert (first.returncode, second.returncode, second.stdout) == (0, 0, ""), first.stderr + second.stderr
     for said in ("2 ranks", "plain PyTorch gives the same bits", "step 3/3", "predicted and measured"):
-        assert done.stdout.count(said) == 1, done.stdout
+        assert first.stdout.count(said) == 1, first.stdout
     start_row, *steps, summary = runs.rows()
     assert (start_row["config"]["ranks"], [row["step"] for row in steps]) == (2, [1, 2, 3])
     assert summary["validation_loss"] < summary["first_validation_loss"]
 
 
-@pytest.mark.campaign  # a second start of torchrun
-def test_torchrun_sees_all_ranks_end_with_the_status_of_the_error_that_one_of_them_says(runs: Runs) -> None:
-    done = under_torchrun(runs, "--steps 3 --host-memory 40KiB")
-    assert done.stderr.count("patrickstar: BudgetError") == 1
-    assert re.findall(r"^ +exitcode +: (-?\d+)", done.stderr, re.MULTILINE) == ["3", "3"], done.stderr
+@pytest.mark.campaign  # a start of torchrun, whose ranks import torch
+@pytest.mark.parametrize("status", [0, 3])
+def test_torchrun_sees_all_ranks_end_with_the_status_of_the_error_that_one_of_them_says(
+    runs: Runs, status: int
+) -> None:
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "patrickstar"]
+    words = [str(word) for word in (*start, *words_of(runs, "--host-memory 40KiB" if status else ""))]
+    known = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}"}
+    done = subprocess.run(words, env=known, capture_output=True, text=True, timeout=240, check=False)
+    assert done.stderr.count("patrickstar: BudgetError") == (status == 3)
+    assert re.findall(r"^ +exitcode +: (-?\d+)", done.stderr, re.MULTILINE) == ["3", "3"] * (status == 3), done.stderr
+    assert (done.returncode == 0) == (status == 0)
 
 
 def plain_losses(model_file: Path, text_batches: list[torch.Tensor], ranks: int) -> list[str]:
@@ -116,9 +109,8 @@ def plain_losses(model_file: Path, text_batches: list[torch.Tensor], ranks: int)
 
 
 def test_each_rank_has_its_rows_of_the_batch_and_the_log_the_mean_of_their_losses(two: Team, runs: Runs) -> None:
-    runs.model.write_text(
-        json.dumps({**json.loads(runs.model.read_text()), "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0})
-    )
+    settings = {**json.loads(runs.model.read_text()), "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    runs.model.write_text(json.dumps(settings))
     first, second = run(two, runs, "--batch-size", 6, "--steps", 3, "--compare-plain")
     assert (first[0], second) == (0, (0, "", "")), first
     data = prepare_data([str(runs.text)], vocab_size=512, own_tokenizer=None, display=Display())
@@ -159,17 +151,15 @@ def test_an_error_is_said_once_and_all_ranks_end_alike(
 
 
 def raise_in_a_step(rank: int, home: Path, arguments: list[str]) -> tuple[Any, ...]:
-    if rank == 1:
-        loop.resident_bytes = None  # type: ignore[assignment]
-    return train(rank, home, arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(loop, "resident_bytes", None)
+        return train(rank, home, arguments)
 
 
-def test_what_befalls_one_rank_alone_ends_the_others_with_an_error_that_names_it(runs: Runs) -> None:
-    words = (
-        f"--device cpu --precision fp32 --seq-len 16 --batch-size 2 --steps 3 --data {runs.text} --model {runs.model}"
-    )
-    with team(2) as two:
-        first, second = all_well(two.run(raise_in_a_step, runs.home, words.split(), within_s=120))
+def test_what_befalls_one_rank_alone_ends_the_others_with_an_error_that_names_it(two: Team, runs: Runs) -> None:
+    words = [str(word) for word in words_of(runs, "")[1:]]
+    first, second = all_well(two.run(raise_in_a_step, runs.home, words, within_s=120))
     assert first[0] == second[0] == 1
     assert "TypeError" in second[2]
     assert "rank 1" in first[2]

@@ -113,33 +113,41 @@ def beside_others(rank: int, size: int, count: int) -> list[float]:
     return found
 
 
+@contextmanager
+def counting() -> Iterator[dict[str, int]]:
+    """The bytes that this rank gives to process groups for others: of data, and of all else."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    given = {"data": 0, "besides": 0}
+    calls = [module.all_gather, module.all_to_all, module.broadcast]
+
+    def gather(group: Any, out: torch.Tensor, mine: torch.Tensor) -> Any:
+        given["besides"] += mine.nbytes * (size - 1)
+        return calls[0](group, out, mine)
+
+    def exchange(group: Any, out: torch.Tensor, pieces: torch.Tensor) -> Any:
+        given["data"] += pieces.nbytes // size * (size - 1)
+        return calls[1](group, out, pieces)
+
+    def send(group: Any, piece: torch.Tensor, root: int) -> Any:
+        given["data"] += piece.nbytes * (size - 1) * (root == rank)
+        return calls[2](group, piece, root)
+
+    module.all_gather, module.all_to_all, module.broadcast = gather, exchange, send
+    try:
+        yield given
+    finally:
+        module.all_gather, module.all_to_all, module.broadcast = calls
+
+
 def counted(rank: int, size: int) -> list[tuple[int, int]]:
     """The bytes that are counted, and those that are given to the process groups: data, and all else."""
     with opened() as made:
         before = made.announced_bytes
-        given = {"data": 0, "besides": 0}
-        calls = [module.all_gather, module.all_to_all, module.broadcast]
-
-        def gather(group: Any, out: torch.Tensor, mine: torch.Tensor) -> Any:
-            given["data" if group is made._ranks.data else "besides"] += mine.nbytes * (size - 1)
-            return calls[0](group, out, mine)
-
-        def exchange(group: Any, out: torch.Tensor, pieces: torch.Tensor) -> Any:
-            given["data" if group is made._ranks.data else "besides"] += pieces.nbytes // size * (size - 1)
-            return calls[1](group, out, pieces)
-
-        def send(group: Any, piece: torch.Tensor, root: int) -> Any:
-            given["data" if group is made._ranks.data else "besides"] += piece.nbytes * (size - 1) * (root == rank)
-            return calls[2](group, piece, root)
-
-        module.all_gather, module.all_to_all, module.broadcast = gather, exchange, send
-        try:
+        with counting() as given:
             flags = bytearray(3)
             made.gather(torch.zeros(7 * size), torch.zeros(7), "layer").wait()
             grads = torch.zeros(5 * size, dtype=torch.bfloat16)
             made.reduce(torch.zeros(5), grads, grads.clone(), "layer", flags=flags).wait()
-        finally:
-            module.all_gather, module.all_to_all, module.broadcast = calls
         return [(made.sent_bytes, given["data"]), (made.announced_bytes - before, given["besides"])]
 
 

@@ -13,7 +13,7 @@ import pytest
 from patrickstar.comm.watch import Patience, Process
 from patrickstar.errors import RankError
 from tests.comm import programs
-from tests.ranks import Ended, all_well, team
+from tests.ranks import Ended, Team, all_well, team
 
 ROOT = Path(__file__).parents[2]
 GATHER = ("gather", "block 3", 10)
@@ -39,10 +39,9 @@ GATHER = ("gather", "block 3", 10)
     ids=["another name", "another kind", "another size", "one left out", "names that are the same up to their end"],
 )
 def test_ranks_that_do_different_things_raise_on_all_and_exchange_nothing(
-    by_rank: list[list[tuple[str, str, int]]], odd: tuple[int, ...], said: list[str]
+    three: Team, by_rank: list[list[tuple[str, str, int]]], odd: tuple[int, ...], said: list[str]
 ) -> None:
-    with team(3) as ranks:
-        answers = all_well(ranks.run(programs.calls, by_rank))
+    answers = all_well(three.run(programs.calls, by_rank))
     for error, later, sent_bytes in answers:
         assert isinstance(error, RankError)
         assert isinstance(later, RankError)
@@ -64,26 +63,23 @@ def test_a_rank_that_is_killed_is_named_by_all_others(who: int, when: str) -> No
     ("how", "reason"),
     [("exits", "rank 1 has ended"), ("raises", "rank 1 has ended after ValueError: no loss")],
 )
-def test_a_rank_that_ends_says_so(how: str, reason: str) -> None:
-    with team(3) as ranks:
-        answers = ranks.run(programs.loses, 1, how, "between")
+def test_a_rank_that_ends_says_so(three: Team, how: str, reason: str) -> None:
+    answers = three.run(programs.loses, 1, how, "between")
     assert answers.pop(1) == Ended(0)
     assert_all_see(answers, 1, reason)
     assert all(error.action == "exit" for error, *_ in answers)
 
 
 @pytest.mark.parametrize("when", ["between", "in it"])
-def test_a_rank_that_does_not_answer_is_named_after_the_timeout(when: str) -> None:
-    with team(3) as ranks:
-        answers = ranks.run(programs.loses, 2, "stopped", when, 1.5, without=[2])
+def test_a_rank_that_does_not_answer_is_named_after_the_timeout(three: Team, when: str) -> None:
+    answers = three.run(programs.loses, 2, "stopped", when, 1.5, without=[2])
     assert answers.pop(2) == Ended(None)
     assert_all_see(answers, 2, "did not answer")
 
 
-def test_a_rank_that_does_not_come_is_named_after_the_timeout() -> None:
-    by_rank = [[("gather", "block 3", 10)], [("sleep", "", 6)]]
-    with team(2) as ranks:
-        (error, later, _), (theirs, theirs_later, _) = all_well(ranks.run(late_call, by_rank))
+def test_a_rank_that_does_not_come_is_named_after_the_timeout(two: Team) -> None:
+    by_rank = [[("gather", "block 3", 10)], [("sleep", "", 4)]]
+    (error, later, _), (theirs, theirs_later, _) = all_well(two.run(late_call, by_rank))
     assert isinstance(error, RankError)
     assert error.ranks == (1,)
     assert "gather block 3 has not ended within 1.5 s: rank 1 was at collective 1" in str(error)
@@ -95,9 +91,8 @@ def late_call(rank: int, by_rank: list[list[tuple[str, str, int]]]) -> object:
     return programs.calls(rank, by_rank, timeout_s=1.5)
 
 
-def test_a_rank_whose_own_work_fails_keeps_its_error_and_the_others_hear_it() -> None:
-    with team(3) as ranks:
-        answers = all_well(ranks.run(programs.fails_alone, 1))
+def test_a_rank_whose_own_work_fails_keeps_its_error_and_the_others_hear_it(three: Team) -> None:
+    answers = all_well(three.run(programs.fails_alone, 1))
     own, later = answers.pop(1)
     assert isinstance(own, OSError)
     assert isinstance(later, RankError)
@@ -108,16 +103,14 @@ def test_a_rank_whose_own_work_fails_keeps_its_error_and_the_others_hear_it() ->
         assert "rank 1 failed: OSError: no such sector" in str(error)
 
 
-def test_a_rank_of_another_host_that_is_silent_is_gone() -> None:
-    with team(3) as ranks:
-        answers = ranks.run(programs.on_hosts_of_their_own, 1)
+def test_a_rank_of_another_host_that_is_silent_is_gone(three: Team) -> None:
+    answers = three.run(programs.on_hosts_of_their_own, 1)
     assert answers.pop(1) == Ended(-signal.SIGKILL)
     assert_all_see(answers, 1, "rank 1")
 
 
-def test_memory_that_torch_still_uses_is_told() -> None:
-    with team(2) as ranks:
-        assert ranks.run(programs.given_up, without=[1]) == [[False, True], Ended(None)]
+def test_memory_that_torch_still_uses_is_told(two: Team) -> None:
+    assert two.run(programs.given_up, without=[1]) == [[False, True], Ended(None)]
 
 
 def test_a_program_that_has_lost_a_rank_comes_to_its_end(tmp_path: Path) -> None:

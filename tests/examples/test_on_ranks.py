@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -18,26 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.docs.pages import ROOT
 from tests.examples.test_finetune import directory  # noqa: F401  (a fixture)
-from tests.forked import run_script
+from tests.forked import as_torchrun
 
 RANKS, SEQ_LEN, STEPS, LR = 2, 32, 3, 1e-3
 
 
-def as_torchrun(script: str, *arguments: object, cwd: Path) -> list[CompletedProcess[str]]:
-    """Runs an example as so many ranks, with the environment that torchrun gives each; from processes that have imported torch."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    known = {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))), "OMP_NUM_THREADS": "1"}
-    known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    known |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "ACCELERATE_USE_CPU": "true"}
-
-    def one(rank: int) -> CompletedProcess[str]:
-        which = {**known, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        return run_script(ROOT / "examples" / script, *arguments, cwd=cwd, environment=which, timeout=200)
-
-    with ThreadPoolExecutor(RANKS) as pool:
-        return list(pool.map(one, range(RANKS)))
+def run(script: str, *arguments: object, cwd: Path) -> list[CompletedProcess[str]]:
+    return as_torchrun(RANKS, ROOT / "examples" / script, *arguments, cwd=cwd)
 
 
 @pytest.fixture
@@ -88,7 +72,7 @@ def of_sampler(windows: Tensor, rank: int) -> Iterator[int]:
 def test_a_plain_loop_with_a_distributed_sampler(directory: Path, text: Path, tmp_path: Path) -> None:  # noqa: F811
     tries = ["--steps", STEPS, "--batch-size", 4, "--seq-len", SEQ_LEN, "--lr", LR, "--out", tmp_path / "out"]
     memory = ["--host-memory", "5MiB", "--disk", tmp_path / "disk"]
-    said = well(as_torchrun("train_on_ranks.py", directory, text, *tries, *memory, cwd=tmp_path))
+    said = well(run("train_on_ranks.py", directory, text, *tries, *memory, cwd=tmp_path))
     assert len(re.findall(r"^step \d of 3: loss of rank 0 \S+$", said, re.MULTILINE)) == STEPS
     windows = windows_of(directory, text)
     orders = [list(of_sampler(windows, rank)) for rank in range(RANKS)]
@@ -99,7 +83,7 @@ def test_a_plain_loop_with_a_distributed_sampler(directory: Path, text: Path, tm
 @pytest.mark.slow
 def test_accelerate_with_all_but_the_model_prepared(directory: Path, text: Path, tmp_path: Path) -> None:  # noqa: F811
     tries = ["--batches", 2 * STEPS, "--batch-size", 2, "--seq-len", SEQ_LEN, "--lr", LR, "--out", tmp_path / "out"]
-    said = well(as_torchrun("accelerate_on_ranks.py", directory, text, *tries, cwd=tmp_path))
+    said = well(run("accelerate_on_ranks.py", directory, text, *tries, cwd=tmp_path))
     assert len(re.findall(r"^batch \d: loss \S+$", said, re.MULTILINE)) == 2 * STEPS
     batches = windows_of(directory, text).split(2)  # dealt to ranks one after the other
     parts = [list(batches[RANKS * part : RANKS * part + RANKS]) for part in range(2 * STEPS)]

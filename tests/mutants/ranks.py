@@ -175,7 +175,7 @@ RANKS: tuple[Mutant, ...] = (
         "gradients that wait are left out by who clips", "step.training_deferred:DeferredTraining._expect_gradients"
     ).by(
         never("self.gathering.kept"),
-        f"{SESSION}::test_gradients_are_those_of_all_ranks_outside_of_no_sync_and_nobodys_inside[2 ranks]",
+        f"{SESSION}::test_gradients_are_those_of_all_ranks_outside_of_no_sync_and_nobodys_inside",
     ),
     Fault("a gradient that is assigned is averaged by nobody", "parameters.gradient_access:GradientAccess.set").by(
         replace("self.are_shared", "False"),
@@ -203,10 +203,10 @@ RANKS: tuple[Mutant, ...] = (
         replace("call.random_state", "torch.get_rng_state()"), f"{FAULTS}::test_a_deferred_model_is_drawn_alike"
     ),
     Fault("other ranks do not hear of an exception", "session.session:Session.__exit__").by(
-        drop("collectives.agree"), f"{FAULTS}::test_an_exception_on_one_rank_is_one_on_all[in_forward-Mine]"
+        drop("collectives.agree"), f"{FAULTS}::test_what_ends_one_rank_is_an_error_on_all[in_forward-Mine]"
     ),
     Fault("ranks need not be alike", "session.alike:expect_alike").by(
-        replace("others", "()", nth=2), f"{SESSION}::test_ranks_that_are_not_alike_are_refused_by_manage"
+        replace("others", "()", nth=2), f"{ALIKE}[clipping-the options differ-RankError]"
     ),
     Fault("ranks load the random state of rank 0", "session.saving:Saving._random_states").by(
         replace("of_all[self.all_ranks.rank]", "of_all[0]"), RESUMED
@@ -262,7 +262,7 @@ RANKS: tuple[Mutant, ...] = (
     ),
     Fault("ranks share each machine's budget as if it were theirs alone", "session.forecast:_given").by(
         replace("which.local_size", "1"),
-        f"{FORECASTS}::test_the_smallest_budget_that_is_foreseen_is_the_machines_and_fits[2 ranks]",
+        f"{FORECASTS}::test_the_smallest_budget_that_is_foreseen_is_the_machines_and_fits",
     ),
     Fault("a frozen block sends gradients", "parameters.exchange:Exchange.send").by(
         replace("self.binding.by_name[name].parameter.requires_grad", "True"), f"{SENT}[2 ranks-frozen_llama]"

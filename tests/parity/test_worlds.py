@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,20 +19,11 @@ from tests.parity.matrix import RANKS, Row
 from tests.parity.oracle import Record
 from tests.parity.test_parity import LINKS, at_once
 from tests.parity.zoo import CASES, STEPS
-from tests.ranks import Team, all_well
+from tests.ranks import Team, Teams, all_well
 
 FEW = frozenset(few_ranks(RANKS))
 
 _ATTEMPTS = 12
-
-
-@pytest.fixture(scope="module")
-def team_of() -> Iterator[Callable[[int], Team]]:
-    """Gives the team of so many ranks, which is kept."""
-    teams: dict[int, Team] = {}
-    yield lambda size: teams[size] if size in teams else teams.setdefault(size, Team(size))
-    for team in teams.values():
-        team.end()
 
 
 @lru_cache(maxsize=2)  # rows that share an oracle follow each other
@@ -101,7 +91,7 @@ def assert_parity(row: Row, outcomes: list[Outcome]) -> None:
 
 
 @pytest.mark.parametrize("row", at_once(RANKS, FEW), ids=str)
-def test_no_bit_depends_on_how_ranks_share_model_data(row: Row, team_of: Callable[[int], Team], tmp_path: Path) -> None:
+def test_no_bit_depends_on_how_ranks_share_model_data(row: Row, team_of: Teams, tmp_path: Path) -> None:
     outcomes = in_its_budget(team_of(row.world), row, tmp_path)
     assert_parity(row, outcomes)
     if row.budget == "minimum":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from patrickstar.engine import initialize
 from patrickstar.errors import ConfigError
 from patrickstar.runtime import initialize_engine
-from tests.ranks import Team, all_well, team
+from tests.ranks import Team, all_well
 
 MICRO, PARTS, STEPS, RANKS = 2, 2, 3, 2
 CONFIG: dict[str, Any] = {
@@ -38,12 +37,6 @@ class Net(nn.Module):
 
 def rows(rank: int, step: int, part: int) -> Tensor:
     return torch.randn(MICRO, 48, generator=torch.Generator().manual_seed(100 * step + 10 * part + rank))
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Team]:
-    with team(RANKS) as made:
-        yield made
 
 
 def train(rank: int) -> tuple[dict[str, Tensor], int, int]:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import patrickstar
-from patrickstar.comm import collectives
 from patrickstar.core.shard_layout import ShardLayout
-from tests.ranks import Team, all_well, team
+from tests.comm.programs import counting
+from tests.ranks import Team, all_well
 
 DEFAULTS: dict[str, Any] = {"host_memory": "1GiB"}
-
-
-@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Team]:
-    with team(request.param) as made:
-        yield made
 
 
 def decoder(checkpointed: bool) -> nn.Module:
@@ -41,12 +33,11 @@ def bytes_of(rank: int, what: str) -> tuple[list[int], dict[str, int], int, int]
     """What is given to process groups in each of some steps, the bytes of groups, the largest step besides, and what the session counts."""
     model = decoder(what == "checkpointed")
     words = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(rank))
-    given = {"data": 0, "besides": 0}
     parts = 2 if what in ("twice", "no_sync") else 1
     options = patrickstar.Options(accumulate=parts)
     with (
         patrickstar.manage(model, torch.optim.AdamW(model.parameters()), **DEFAULTS, options=options) as session,
-        counting(given),
+        counting() as given,
     ):
         steps, besides = list[int](), 0
         for _ in range(3):
@@ -67,30 +58,7 @@ def bytes_of(rank: int, what: str) -> tuple[list[int], dict[str, int], int, int]
         return steps, {g: 4 * layout.group_numel(g) for g in layout.chunks_of}, besides, session.stats().moved["ranks"]
 
 
-@contextmanager
-def counting(given: dict[str, int]) -> Iterator[None]:
-    """Adds what this rank gives to process groups for others: data, and all else."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    calls = [collectives.all_gather, collectives.all_to_all, collectives.broadcast]
-
-    def gather(group: Any, out: Tensor, mine: Tensor) -> Any:
-        given["besides"] += mine.nbytes * (size - 1)
-        return calls[0](group, out, mine)
-
-    def exchange(group: Any, out: Tensor, pieces: Tensor) -> Any:
-        given["data"] += pieces.nbytes // size * (size - 1)
-        return calls[1](group, out, pieces)
-
-    def send(group: Any, piece: Tensor, root: int) -> Any:
-        given["data"] += piece.nbytes * (size - 1) * (root == rank)
-        return calls[2](group, piece, root)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, call in (("all_gather", gather), ("all_to_all", exchange), ("broadcast", send)):
-            patch.setattr(collectives, name, call)
-        yield
-
-
+@pytest.mark.sampled
 @pytest.mark.parametrize("what", ["plain", "checkpointed", "twice", "no_sync", "evaluation"])
 def test_a_rank_sends_each_weight_once_in_a_forward_and_once_in_a_backward_and_each_gradient_once(
     ranks: Team, what: str
@@ -98,11 +66,8 @@ def test_a_rank_sends_each_weight_once_in_a_forward_and_once_in_a_backward_and_e
     for steps, nbytes, besides, counted in all_well(ranks.run(bytes_of, what)):
         blocks = {group: size for group, size in nbytes.items() if group}
         assert len(blocks) == 5
-        weights, root, last = (
-            sum(blocks.values()),
-            nbytes[""],
-            blocks["transformer.h.4"],
-        )  # which stays for its backward
+        weights, root = sum(blocks.values()), nbytes[""]
+        last = blocks["transformer.h.4"]  # which stays for its backward
         once, gradients = 2 * weights - last + root, weights + root
         wanted = {
             "plain": [once + gradients] * 3,
@@ -131,10 +96,10 @@ def peak_of(rank: int, blocks: int) -> tuple[int, int, int]:
         return session.stats().peak["host"], 16 * layout.chunk_numel * layout.n_chunks, 4 * layout.group_numel("0")
 
 
-def test_two_blocks_are_whole_at_once_however_many_there_are(ranks: Team) -> None:
-    for peak, resting, block in all_well(ranks.run(peak_of, 8)):
+def test_two_blocks_are_whole_at_once_however_many_there_are(two: Team) -> None:
+    for peak, resting, block in all_well(two.run(peak_of, 8)):
         activations = 8 * 2 * (512 + 64 + 64) * 4
-        received, shares = block, block // ranks.size
+        received, shares = block, block // two.size
         assert peak <= resting + 4 * block + received + 2 * shares + 2 * activations
 
 

@@ -19,17 +19,11 @@ from torch import Tensor, nn
 import patrickstar
 from patrickstar.errors import BudgetError, ConfigError, DeviceError, RankError, StateError
 from patrickstar.testing.faults import Fails, FaultyIO
-from tests.ranks import Team, all_well, team
+from tests.ranks import Ended, Team, all_well, kill_me
 from tests.session.test_ranks import DEFAULTS, build, inputs, loss_of, mlp, plain
 
 TORCH = torch.__version__
 Act = Callable[[nn.Module, Any, int], None]
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Team]:
-    with team(3) as made:
-        yield made
 
 
 @contextmanager
@@ -59,6 +53,15 @@ def raises(*_: object) -> None:
 
 def in_forward(model: nn.Module, session: Any, rank: int) -> None:
     model[2].register_forward_hook(raises)
+    step(model, session, rank, 1)
+
+
+def killed(model: nn.Module, session: Any, rank: int) -> None:
+    kill_me()
+
+
+def killed_in_forward(model: nn.Module, session: Any, rank: int) -> None:
+    model[2].register_forward_hook(lambda *_: kill_me())
     step(model, session, rank, 1)
 
 
@@ -98,17 +101,22 @@ def alone(rank: int, act: Act, pause_s: float) -> None:
         (in_forward, Mine),
         (in_backward, Mine),
         (in_step, Mine),
+        (killed, Ended),
+        (killed_in_forward, Ended),
         (interrupted, KeyboardInterrupt),
         (interrupted_as_it_waits, KeyboardInterrupt),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_an_exception_on_one_rank_is_one_on_all(three: Team, act: Act, raised: type[Exception]) -> None:
+def test_what_ends_one_rank_is_an_error_on_all(three: Team, act: Act, raised: type) -> None:
     answers = three.run(alone, act, 2.0 if act is interrupted_as_it_waits else 0.0)
     assert isinstance(answers.pop(1), raised)
     for error in answers:
         assert isinstance(error, RankError), error
-        assert act is interrupted_as_it_waits or f"rank 1: agree close after {raised.__name__}" in str(error)
+        if raised is Ended:
+            assert error.ranks == (1,)
+        elif act is not interrupted_as_it_waits:
+            assert f"rank 1: agree close after {raised.__name__}" in str(error)
 
 
 def full_disk(rank: int, disk: Path) -> None:
@@ -282,7 +290,7 @@ def weights_of(session: Any) -> dict[str, Tensor]:
 
 
 def test_a_step_while_gradients_are_not_averaged_is_refused_and_may_be_taken_later(three: Team) -> None:
-    want = plain("mlp", 3, 1, None, True)["weights"]
+    want = plain("mlp", 3)["weights"]
     for found in all_well(three.run(postpones_its_step)):
         assert all(torch.equal(found[name], value) for name, value in want.items())
 
@@ -411,7 +419,7 @@ def deferred(rank: int, seeds: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def test_a_deferred_model_is_drawn_alike(three: Team) -> None:
-    want = plain("mlp", 3, 1, None, True)["weights"]
+    want = plain("mlp", 3)["weights"]
     for found in all_well(three.run(deferred, (0, 0, 0))):
         assert all(torch.equal(found[name], value) for name, value in want.items())
     for error in three.run(deferred, (0, 0, 1)):
@@ -447,6 +455,7 @@ def other(rank: int, what: str) -> None:
         "budget": {"host_memory": "2GiB"},
         "small": {"host_memory": "64KiB"},
         "later": {"step": "in_backward"},
+        "disk": {"disk": "/proc/missing"},
     }.get(what if mine else "", {})
     before = [(p, p.detach().clone(), p.grad) for p in model.parameters()]
     states = {p: dict(state) for p, state in optimizer.state.items()}
@@ -476,7 +485,12 @@ def other(rank: int, what: str) -> None:
         ("budget", "the options differ", RankError),
         ("version", "the version of torch differ", RankError),
         ("small", "rank 1: manage() has ended with BudgetError: host memory is", BudgetError),
-        ("later", 'rank 1: manage() has ended with ConfigError: manage: step="in_backward"', ConfigError),
+        (
+            "later",
+            'manage() has ended with ConfigError: manage: step="in_backward" over 3 ranks comes later',
+            ConfigError,
+        ),
+        ("disk", "rank 1: manage() has ended with DeviceError", DeviceError),
         ("gradients", "rank 1: manage() has ended with ConfigError: manage: there are gradients", ConfigError),
     ],
 )

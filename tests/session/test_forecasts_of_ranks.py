@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import patrickstar
 from patrickstar.core.shard_layout import RankOf, ShardLayout
 from patrickstar.errors import BudgetError
 from patrickstar.session.forecast import Forecast, forecast
-from tests.ranks import Team, all_well, team
+from tests.ranks import Team, all_well
 
 MEMORY = {"device": "cpu", "precision": "fp32", "host_memory": "1GiB"}
 SHAPE = (2, 16)
@@ -64,12 +63,6 @@ def train(rank: int, name: str, arguments: dict[str, Any]) -> list[int]:
         return sent
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Team]:
-    with team(request.param) as made:
-        yield made
-
-
 def foreseen(name: str, rank: int, size: int, **arguments: Any) -> Forecast:
     with torch.device("meta"):
         model = build(name)
@@ -87,6 +80,7 @@ def formula(layout: ShardLayout, trained: set[str]) -> int:
     return whole * (layout.size - 1) // layout.size
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_rank_sends_is_foreseen_to_the_byte(ranks: Team, name: str) -> None:
     found = all_well(ranks.run(train, name, {}))
@@ -101,12 +95,10 @@ def test_what_a_rank_sends_is_foreseen_to_the_byte(ranks: Team, name: str) -> No
         assert len(expected.by_rank) == ranks.size
 
 
-def test_the_smallest_budget_that_is_foreseen_is_the_machines_and_fits(ranks: Team) -> None:
-    short = foreseen("gpt2", 0, ranks.size, host_memory=64 << 10)
+def test_the_smallest_budget_that_is_foreseen_is_the_machines_and_fits(two: Team) -> None:
+    short = foreseen("gpt2", 0, two.size, host_memory=64 << 10)
     assert isinstance(short.refused, BudgetError)
-    smallest = max(
-        foreseen("gpt2", rank, ranks.size, host_memory=64 << 10).minimum["host"] for rank in range(ranks.size)
-    )
+    smallest = max(foreseen("gpt2", rank, 2, host_memory=64 << 10).minimum["host"] for rank in range(2))
     assert short.refused.smallest_bytes == short.minimum["host"] <= smallest
-    assert foreseen("gpt2", 0, ranks.size, host_memory=smallest).fits
-    all_well(ranks.run(train, "gpt2", {"host_memory": smallest}))
+    assert foreseen("gpt2", 0, two.size, host_memory=smallest).fits
+    all_well(two.run(train, "gpt2", {"host_memory": smallest}))

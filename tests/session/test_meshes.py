@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,14 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import patrickstar
 from patrickstar.errors import ConfigError
-from tests.ranks import Team, all_well, team
-from tests.session.test_ranks import DEFAULTS, STEPS, build, loss_of, plain
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Team]:
-    with team(4) as made:
-        yield made
+from tests.ranks import Teams, all_well, team
+from tests.session.test_faults_of_ranks import managed
+from tests.session.test_ranks import STEPS, build, loss_of, plain
 
 
 def groups_of_their_own(rank: int) -> list[Any]:
@@ -28,9 +22,9 @@ def groups_of_their_own(rank: int) -> list[Any]:
     columns = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("pp", "dp"))["dp"]
     found = []
     with (
-        session_of("mlp", rows) as (mlp, first),
-        session_of("experts", columns) as (experts, second),
-        session_of("tied", DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("dp",))) as (tied, third),
+        managed("mlp", mesh=rows) as (mlp, first),
+        managed("experts", mesh=columns) as (experts, second),
+        managed("tied", mesh=DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("dp",))) as (tied, third),
     ):
         places = (mlp, first, rows), (experts, second, columns), (tied, third, None)
         for step in range(STEPS):
@@ -44,23 +38,10 @@ def groups_of_their_own(rank: int) -> list[Any]:
     return found
 
 
-class session_of:  # noqa: N801  (read as a function)
-    def __init__(self, name: str, mesh: DeviceMesh) -> None:
-        self.model = build(name)
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.session = patrickstar.manage(self.model, optimizer, mesh=mesh, **DEFAULTS)
-
-    def __enter__(self) -> tuple[Any, Any]:
-        return self.model, self.session
-
-    def __exit__(self, *_: object) -> None:
-        self.session.close()
-
-
-def test_sessions_of_one_process_have_groups_of_their_own(four: Team) -> None:
-    for found in all_well(four.run(groups_of_their_own)):
+def test_sessions_of_one_process_have_groups_of_their_own(team_of: Teams) -> None:
+    for found in all_well(team_of(4).run(groups_of_their_own)):
         for weights, name, size in zip(found, ("mlp", "experts", "tied"), (2, 2, 4), strict=True):
-            want = plain(name, size, 1, None, True)["weights"]
+            want = plain(name, size)["weights"]
             assert all(torch.equal(weights[key], value) for key, value in want.items()), name
 
 

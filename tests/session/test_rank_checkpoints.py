@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,9 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 import patrickstar
 from patrickstar.errors import CheckpointError, DeviceError, RankError
 from patrickstar.memory.fileio import FileIO
-from tests.ranks import Ended, Team, all_well, kill_me, team
+from tests.ranks import Ended, Team, Teams, all_well, kill_me
 from tests.session.builders import tiny_gpt2
 from tests.session.rank_programs import ROOMY, Bits, bits_of, build, expect_same, managed, train
-
-
-@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Team]:
-    with team(request.param) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Team]:
-    with team(2) as made:
-        yield made
 
 
 def save_and_go_on(rank: int, path: Path, arguments: Mapping[str, Any]) -> tuple[Bits, Bits]:
@@ -41,10 +29,8 @@ def save_and_go_on(rank: int, path: Path, arguments: Mapping[str, Any]) -> tuple
         train(model, session, 2)
         session.optimizer.param_groups[0]["lr"] = 5e-3
         saved = bits_of(model, session)
-        assert (
-            session.save_checkpoint(path, extra={"of": rank, "large": torch.zeros(50_000 >> 10 * rank)})
-            == path / "step-00000002"
-        )
+        extra = {"of": rank, "large": torch.zeros(50_000 >> 10 * rank)}
+        assert session.save_checkpoint(path, extra=extra) == path / "step-00000002"
         train(model, session, 2)
         return saved, bits_of(model, session)
 
@@ -74,8 +60,8 @@ def test_ranks_that_stop_and_resume_have_the_bits_of_not_stopping(ranks: Team, h
         expect_same(want[0][0], loaded)
 
 
-def test_a_checkpoint_knows_no_number_of_ranks(pair: Team, tmp_path: Path) -> None:
-    (saved, _), _ = all_well(pair.run(save_and_go_on, tmp_path / "2", {"chunk_size": 6144}))
+def test_a_checkpoint_knows_no_number_of_ranks(team_of: Teams, tmp_path: Path) -> None:
+    (saved, _), _ = all_well(team_of(2).run(save_and_go_on, tmp_path / "2", {"chunk_size": 6144}))
     others: list[tuple[int, dict[str, Any]]] = [
         (3, {"host_memory": 3 * (320 << 10), "disk": tmp_path}),
         (1, {"chunk_size": 1024, "device": "emulated", "device_memory": "96KiB"}),
@@ -84,9 +70,7 @@ def test_a_checkpoint_knows_no_number_of_ranks(pair: Team, tmp_path: Path) -> No
     ]
     path = tmp_path / "2"
     for size, arguments in others:
-        with team(size) as those:
-            answers = all_well(those.run(load, path, 0, arguments))
-        for loaded, same in answers:
+        for loaded, same in all_well(team_of(size).run(load, path, 0, arguments)):
             expect_same(saved, loaded)
             expect_same(saved, same)
         (tmp_path / "more").rename(path := tmp_path / f"again {size}")
@@ -129,8 +113,8 @@ def test_each_rank_writes_its_share_of_the_bytes_and_sends_each_byte_once(ranks:
         assert least <= sent_bytes <= least + 4 * chunk_bytes
 
 
-def test_what_ranks_have_saved_is_read_by_torch_s_own_reader(pair: Team, tmp_path: Path) -> None:
-    (saved, _), _ = all_well(pair.run(save_and_go_on, tmp_path, {}))
+def test_what_ranks_have_saved_is_read_by_torch_s_own_reader(two: Team, tmp_path: Path) -> None:
+    (saved, _), _ = all_well(two.run(save_and_go_on, tmp_path, {}))
     names = [name for name, _ in build().named_parameters()]
     want = {f"weight/{name}": saved["tensors"][name] for name in names}
     read = {name: torch.zeros_like(tensor) for name, tensor in want.items()}
@@ -173,8 +157,8 @@ def export_buffers(rank: int, path: Path) -> Tensor:
         return mean
 
 
-def test_an_export_has_the_buffers_of_rank_0(pair: Team, tmp_path: Path) -> None:
-    first, second = all_well(pair.run(export_buffers, tmp_path))
+def test_an_export_has_the_buffers_of_rank_0(two: Team, tmp_path: Path) -> None:
+    first, second = all_well(two.run(export_buffers, tmp_path))
     assert not torch.equal(first, second)
     files = [load_file(file) for file in tmp_path.glob("*.safetensors")]
     (mean,) = [tensors["4.running_mean"] for tensors in files if "4.running_mean" in tensors]
@@ -196,7 +180,7 @@ def begin_from(rank: int, paths: list[Path]) -> Mapping[str, Tensor]:
         raise
 
 
-def test_ranks_begin_from_the_weights_of_files_that_all_have(pair: Team, tmp_path: Path) -> None:
+def test_ranks_begin_from_the_weights_of_files_that_all_have(two: Team, tmp_path: Path) -> None:
     torch.manual_seed(7)
     start = tiny_gpt2()
     for name in ("shared", "copy", "other"):
@@ -205,7 +189,7 @@ def test_ranks_begin_from_the_weights_of_files_that_all_have(pair: Team, tmp_pat
     other.write_bytes(other.read_bytes()[:-1] + b"?")
 
     def begin(last: str) -> list[Any]:
-        return pair.run(begin_from, [tmp_path / "shared", tmp_path / last])
+        return two.run(begin_from, [tmp_path / "shared", tmp_path / last])
 
     for found in (*all_well(begin("shared")), *all_well(begin("copy"))):
         assert not [name for name, value in start.state_dict().items() if not torch.equal(value, found[name])]
@@ -273,10 +257,8 @@ def save_with(rank: int, path: Path, fault: str, guilty: int) -> tuple[Exception
         session.save_checkpoint(path)
         train(model, session, 1)
         mine = fault if rank == guilty else ""
-        where, extra = (
-            path / mine if mine == "another directory" else path,
-            {"object": Refusing()} if mine == "extra" else None,
-        )
+        where = path / mine if mine == "another directory" else path
+        extra = {"object": Refusing()} if mine == "extra" else None
         with pytest.MonkeyPatch.context() as patch:
             spoil(patch, mine)
             error = caught(lambda: session.save_checkpoint(where, extra))
@@ -288,10 +270,10 @@ def save_with(rank: int, path: Path, fault: str, guilty: int) -> tuple[Exception
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_fails_on_one_rank_is_an_error_on_all_and_they_go_on(pair: Team, fault: str, tmp_path: Path) -> None:
+def test_what_fails_on_one_rank_is_an_error_on_all_and_they_go_on(two: Team, fault: str, tmp_path: Path) -> None:
     own, theirs, words = FAULTS[fault]
     what, guilty = fault[:-2], int(fault[-1])
-    answers = all_well(pair.run(save_with, tmp_path, what, guilty))
+    answers = all_well(two.run(save_with, tmp_path, what, guilty))
     for rank, (error, bits) in enumerate(answers):
         assert type(error) is (own if rank == guilty else theirs)
         assert words in str(error)
@@ -327,7 +309,7 @@ def load_what_is_not_for_all(rank: int, paths: list[Path]) -> tuple[Exception, B
     ids=str,
 )
 def test_what_not_all_ranks_can_load_changes_nothing_on_any(
-    pair: Team, where: list[str], words: str, tmp_path: Path
+    two: Team, where: list[str], words: str, tmp_path: Path
 ) -> None:
     with managed() as (_, session):
         session.save_checkpoint(tmp_path / "run")
@@ -339,7 +321,7 @@ def test_what_not_all_ranks_can_load_changes_nothing_on_any(
         session.save_checkpoint(tmp_path / "another model")
     damaged = tmp_path / "damaged/step-00000000/weights.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    for error, before, after in all_well(pair.run(load_what_is_not_for_all, [tmp_path / name for name in where])):
+    for error, before, after in all_well(two.run(load_what_is_not_for_all, [tmp_path / name for name in where])):
         assert isinstance(error, CheckpointError)
         assert words in str(error)
         expect_same(before, after)
@@ -352,8 +334,8 @@ def save_on_one(rank: int, path: Path) -> Exception:
         return error
 
 
-def test_a_checkpoint_that_one_rank_saves_is_an_error_on_all_that_says_so(pair: Team, tmp_path: Path) -> None:
-    for error in pair.run(save_on_one, tmp_path / "run"):
+def test_a_checkpoint_that_one_rank_saves_is_an_error_on_all_that_says_so(two: Team, tmp_path: Path) -> None:
+    for error in two.run(save_on_one, tmp_path / "run"):
         assert isinstance(error, RankError)
         assert "rank 0: agree save_checkpoint()" in str(error)
         assert "rank 1: gather" in str(error)
@@ -368,9 +350,10 @@ def load_and_die(rank: int, path: Path) -> None:
         session.load_checkpoint(path)
 
 
-def test_a_rank_that_is_killed_while_all_load_ends_the_others_with_an_error_that_names_it(tmp_path: Path) -> None:
-    with team(2) as those:
-        error, killed = those.run(load_and_die, tmp_path / "run")
+def test_a_rank_that_is_killed_while_all_load_ends_the_others_with_an_error_that_names_it(
+    two: Team, tmp_path: Path
+) -> None:
+    error, killed = two.run(load_and_die, tmp_path / "run")
     assert isinstance(killed, Ended)
     assert isinstance(error, RankError)
     assert error.ranks == (1,)
@@ -400,9 +383,9 @@ def interrupt(rank: int, path: Path, guilty: int) -> type[BaseException] | None:
 
 
 @pytest.mark.parametrize("guilty", [0, 1])
-def test_ctrl_c_on_one_rank_ends_all_and_leaves_the_checkpoint_before(pair: Team, guilty: int, tmp_path: Path) -> None:
+def test_ctrl_c_on_one_rank_ends_all_and_leaves_the_checkpoint_before(two: Team, guilty: int, tmp_path: Path) -> None:
     want = [KeyboardInterrupt if rank == guilty else RankError for rank in range(2)]
-    assert all_well(pair.run(interrupt, tmp_path / "run", guilty)) == want
+    assert all_well(two.run(interrupt, tmp_path / "run", guilty)) == want
     with managed(5) as (_, session):
         session.load_checkpoint(tmp_path / "run")
         session.save_checkpoint(tmp_path / "run")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,14 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import patrickstar
 from patrickstar.errors import StateError
-from tests.ranks import Team, all_well, team
+from tests.ranks import Team, all_well
 from tests.session.test_ranks import DEFAULTS, build, loss_of, plain
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Team]:
-    with team(2) as made:
-        yield made
 
 
 def sharded(model: nn.Module) -> nn.Module:
@@ -91,7 +85,7 @@ def test_a_wrapper_around_a_managed_model_is_refused_before_anything_is_changed(
 ) -> None:
     if wrap is prepared:
         pytest.importorskip("accelerate")
-    want = plain("mlp", 2, 1, None, True)["weights"]
+    want = plain("mlp", 2)["weights"]
     for said, weights in all_well(two.run(around, wrap, first)):
         assert named in said
         assert "Give manage() the bare model, call that one, and give Accelerate's prepare() loaders only" in said
