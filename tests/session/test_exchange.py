@@ -103,7 +103,7 @@ def test_two_blocks_are_whole_at_once_however_many_there_are(two: Team) -> None:
         assert peak <= resting + 4 * block + received + 2 * shares + 2 * activations
 
 
-def torn(rank: int) -> list[tuple[Tensor, Tensor]]:
+def torn(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Weights before and after a backward that an exception ends in the middle of a block."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) for _ in range(3)])
