@@ -20,7 +20,7 @@ from places import fill
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "steps.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "steps.md", ROOT / "docs" / "ranks.md")
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -170,10 +170,31 @@ def spread(ratios: list[float]) -> str:
     return f"{statistics.median(ratios):.2f} x ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
+def ranks() -> str:
+    """Steps of several ranks, beside FSDP2's."""
+    found = [result(f"ranks-{precision}") for precision in ("fp32", "bf16")]
+    first, machine = found[0], found[0]["machine"]
+    before = paragraph(
+        f"A GPT-2 of {first['layers']} layers of {first['width']}, one sequence of {first['tokens']} tokens a rank, all in memory, over gloo on one",
+        f"machine ({machine['cores']} cores, {machine['cpu'].strip()}, torch {machine['torch']}, which ranks share): seconds of a step, medians",
+        "of steps taken in turn with those of FSDP2 (`fully_shard` of each block, `AdamW(fused=True)`), their ratio with its 90 % interval, and what a rank sends.",
+        "`python benchmarks/ranks.py` measures it on your machine.",
+    )
+    rows = [
+        f"| {one['ranks']} | {one['precision']} | {one['seconds']['ours']:.2f} | {one['seconds']['fsdp2']:.2f} | {one['ratio']:.2f} "
+        f"({one['ratio_interval'][0]:.2f} to {one['ratio_interval'][1]:.2f}) | {one['sent_bytes'] / MIB:.0f} MiB |"
+        for of_precision in found
+        for one in of_precision["rows"]
+    ]
+    heads = "| ranks | precision | s/step | FSDP2 | ratio | sent |"
+    return "\n".join([before, "", heads, "|---" * 6 + "|", *rows])
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "what trains under a cap": what_trains_under_a_cap,
     "what fits where": what_fits_where,
     "steps": steps,
+    "ranks": ranks,
 }
 
 
