@@ -177,7 +177,8 @@ def ranks() -> str:
     before = paragraph(
         f"A GPT-2 of {first['layers']} layers of {first['width']}, one sequence of {first['tokens']} tokens a rank, all in memory, over gloo on one",
         f"machine ({machine['cores']} cores, {machine['cpu'].strip()}, torch {machine['torch']}, which ranks share): seconds of a step, medians",
-        "of steps taken in turn with those of FSDP2 (`fully_shard` of each block, `AdamW(fused=True)`), their ratio with its 90 % interval, and what a rank sends.",
+        "of steps taken in turn with those of FSDP2 (`fully_shard` of each block, `AdamW(fused=True)`), their ratio with its 90 % interval, and",
+        "what a rank sends.",
         "`python benchmarks/ranks.py` measures it on your machine.",
     )
     rows = [
