@@ -7,26 +7,21 @@ from collections.abc import Iterable
 from torch import Tensor
 
 
-class BackwardSums:
+class BackwardSums(dict[str, Tensor]):
     """The sums so far of the backward that is under way, by parameter or tile."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Adds a part of a gradient to its sum; the first part becomes the sum."""
-        if name in self._sums:
-            self._sums[name].add_(gradient)
+        if name in self:
+            self[name].add_(gradient)
         else:
-            self._sums[name] = gradient
+            self[name] = gradient
 
     def take(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """All sums, or those of some parameters, which are not kept after that."""
-        return {
-            name: self._sums.pop(name) for name in list(self._sums if names is None else names) if name in self._sums
-        }
+        return {name: self.pop(name) for name in list(self if names is None else names) if name in self}
 
     def drop(self, names: Iterable[str]) -> None:
         """Drops the sums of these parameters and tiles."""
-        for name in names if self._sums else ():
-            self._sums.pop(name, None)
+        for name in names:
+            self.pop(name, None)

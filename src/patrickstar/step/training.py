@@ -105,7 +105,7 @@ class Training(ABC):
             return
         if self.gathering is not None:
             self.gathering.end_backward()
-        for name, gradient in self.sums.take().items():
+        for name, gradient in self.sums.take().items() if self.sums else ():
             self.in_chunks.add(self.binding.records[name], gradient)
         assert not self.in_chunks.incomplete, "some tiles of a parameter have been used without the others"
         self.in_chunks.whole |= self.in_chunks.names
@@ -132,7 +132,8 @@ class Training(ABC):
     def zero_grad(self, *, set_to_none: bool, names: Iterable[str] | None = None) -> None:
         """Forgets the gradients of parameters, or makes them zero. `names`: which parameters; None: all."""
         wanted = set(self.binding.by_name if names is None else names)
-        self.sums.drop(label for name in wanted for label in (name, *self.layout.leaves(name)))
+        if self.sums:
+            self.sums.drop(label for name in wanted for label in (name, *self.layout.leaves(name)))
         if self.gathering is not None:
             self.gathering.drop(wanted)
         if set_to_none:
