@@ -1,7 +1,7 @@
 """The exchange of ranks in a step: whole weights for whoever uses them, and each rank's share of everybody's gradients.
 
 A group of chunks, those of a block or of what no block owns, is gathered into a copy that lives as long as anything holds it (Note [Copies] in
-`memory/leases.py`). BlockWeights travel in the type that they are kept in, and each rank widens them where another one computes. What is exchanged,
+`memory/leases.py`). Weights travel in the type that they are kept in, and each rank widens them where another one computes. What is exchanged,
 and when, `call_order.py` says.
 
 Gradients of all ranks are added in rank order in fp32, ((g0 + g1) + g2) + ..., and multiplied by f(1/p): bits that depend on no topology.
@@ -66,7 +66,7 @@ IN_FP32: Final = Travel()
 
 
 class Coming(NamedTuple):
-    """BlockWeights of a group on their way. `arrives`: where they do, if that is not `whole`, which they are widened into."""
+    """Weights of a group on their way. `arrives`: where they do, if that is not `whole`, which they are widened into."""
 
     whole: Tensor
     arrives: Tensor | None
@@ -291,7 +291,8 @@ class Exchange(ABC):
             share = torch.empty(self.layout.chunk_numel, dtype=torch.float32, device=mine.device)
             ticket = self._others.reduce(share, mine, received, f"c{chunk}", flags=flags)
             yield Sent(chunk, share, ticket, (mine, received))
-            flags, mine = None, received
+            flags = None
+            del mine
 
     def _empty(self, label: str, numel: int, dtype: torch.dtype | None = None) -> Tensor:
         record = self.binding.by_name[label]

@@ -44,7 +44,7 @@ class Twin(Owner):
         self.touches = touches
         self._dtypes = dtypes
         self._device = device
-        self.leases = Leases(self.slot)
+        self.leases = Leases(self._slot)
         self.meter = LiveBytes(self._is_slot, on_device=on_device)
         self.recorder = TraceRecorder(self.meter)
         self.binding: Binding | None = None
@@ -94,7 +94,7 @@ class Twin(Owner):
         bound = self.binding.records[key]
         return torch.empty(bound.shape_only.numel(), dtype=bound.shape_only.dtype, device=self._device)
 
-    def slot(self, key: PlaneRef) -> Tensor:
+    def _slot(self, key: PlaneRef) -> Tensor:
         layout = self.touches.layout
         self._making_slot = True
         try:
