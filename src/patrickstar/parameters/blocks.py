@@ -211,7 +211,7 @@ class Blocks:
         return result
 
     def _call(self, block: Block, module: nn.Module, run: Callable[[], _Result]) -> _Result:
-        if not self._is_ordinary_in(block):
+        if block.path not in self.bound and not self._is_ordinary_in(block):
             return run()
         recomputes = backward_id() != -1 and torch.is_grad_enabled()
         try:
@@ -230,7 +230,9 @@ class Blocks:
             saves = self._binding.saved.around_use(of_block=True) if torch.is_grad_enabled() else nullcontext()
             with saves:
                 result = run()
-            self._await_backward(block, result, first_node)
+            if module._modules:  # the backward of one without others in it may need nothing of it, as an embedding's
+                for node in _nodes_of(result, first_node):
+                    node.register_prehook(partial(_begins, weakref.WeakMethod(self.backward_begins), block))
             return result
         finally:
             with Plain():
@@ -251,9 +253,7 @@ class Blocks:
                 )
 
     def _is_ordinary_in(self, block: Block) -> bool:
-        """Tells whether a call of a block that begins now has ordinary parameters."""
-        if block.path in self.bound:
-            return True
+        """Tells whether a call of a block that is not bound has ordinary parameters if it begins now."""
         if not isinstance(block.module, WITH_FUSED):
             return False
         trains = torch.is_grad_enabled() and any(bound.parameter.requires_grad for bound in block.records)
@@ -282,16 +282,6 @@ class Blocks:
                 self._access.leave(block.records)
 
     # backwards
-
-    def _await_backward(self, block: Block, result: Any, first_node: int) -> None:
-        """Has the block open with the backward of the first of its outputs.
-
-        A module without others in it is not opened: its backward may need nothing of it, as an embedding's.
-        """
-        if not block.module._modules:
-            return
-        for node in _nodes_of(result, first_node):
-            node.register_prehook(partial(_begins, weakref.WeakMethod(self.backward_begins), block))
 
     def backward_begins(self, block: Block) -> None:
         """Opens a block, whose backward begins."""
@@ -334,8 +324,11 @@ def _begins(begin_backward: weakref.WeakMethod[Callable[..., None]], *args: Any)
 def _nodes_of(result: Any, first_node: int) -> set[Node]:
     """The nodes of autograd that have made a result, from one on. What was only passed on, others have made."""
     parts = vars(result) if is_dataclass(result) else result
-    nodes = {tensor.grad_fn for tensor in tensors_in(parts) if tensor.grad_fn is not None}
-    return {node for node in nodes if node._sequence_nr() >= first_node}
+    return {
+        node
+        for tensor in tensors_in(parts)
+        if (node := tensor.grad_fn) is not None and node._sequence_nr() >= first_node
+    }
 
 
 def _is_container(module: nn.Module) -> bool:
