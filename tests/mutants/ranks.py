@@ -20,6 +20,10 @@ BITS = f"{SESSION}::test_ranks_train_with_the_bits_of_one_process_that_has_all_g
 TREE = "tests/core/test_norm_tree.py"
 SHARED = "tests/optim/test_shared_norm.py"
 WRAPPED = "tests/session/test_wrapped.py::test_a_wrapper_around_a_managed_model_is_refused_before_anything_is_changed"
+BYTES = (
+    "tests/session/test_exchange.py"
+    "::test_a_rank_sends_each_weight_once_in_a_forward_and_once_in_a_backward_and_each_gradient_once"
+)
 ORDER = "tests/parameters/test_call_order.py"
 STEP = "a_step_gathers_one_block_ahead_and_sends_a_block_when_the_next_backward_begins"
 FAULTS = "tests/session/test_faults_of_ranks.py"
@@ -89,9 +93,8 @@ RANKS: tuple[Mutant, ...] = (
     Fault("gradients that wait are not added to", "parameters.exchange:Exchange._ready").by(
         drop("add_"), f"{BITS}[2 ranks-mlp-3-None-False-arguments2]"
     ),
-    Fault("gradients that come late are dropped", "parameters.exchange:Exchange.send").by(
-        replace("self._ready(names)", "self._ready(list(self.layout.slices))"),
-        f"{BITS}[2 ranks-mlp-1-None-True-arguments0]",
+    Fault("gradients of what no block owns go with the next block", "parameters.exchange:Exchange.send").by(
+        replace("self._ready(names)", "self._ready(list(self.layout.slices))"), of_a_row("held")
     ),
     Fault("a block is sent when its own backward begins", "parameters.call_order:CallOrder.begin_backward").by(
         replace("self._exchange.send(left)", "self._exchange.send(block)"), f"{ORDER}::test_{STEP}"
@@ -100,7 +103,7 @@ RANKS: tuple[Mutant, ...] = (
         "the block that was called last is let go of before its backward", "parameters.call_order:CallOrder._keep"
     ).by(without("('', block)", nth=1), f"{ORDER}::test_{STEP}"),
     Fault("nothing is gathered ahead", "parameters.call_order:CallOrder._begin").by(
-        never("ahead"), f"{ORDER}::test_{STEP}"
+        never("ahead"), f"{ORDER}::test_two_blocks_are_there_at_most_and_the_last_one_stays"
     ),
     Fault(
         "a block is sent before all of its calls have come back", "parameters.call_order:CallOrder.begin_backward"
@@ -265,7 +268,7 @@ RANKS: tuple[Mutant, ...] = (
         f"{FORECASTS}::test_the_smallest_budget_that_is_foreseen_is_the_machines_and_fits",
     ),
     Fault("a frozen block sends gradients", "parameters.exchange:Exchange.send").by(
-        replace("self.binding.by_name[name].parameter.requires_grad", "True"), f"{SENT}[2 ranks-frozen_llama]"
+        replace("self.binding.by_name[name].parameter.requires_grad", "True"), f"{BYTES}[2 ranks-frozen]"
     ),
     Fault("gradients are not foreseen to be sent", "parameters.exchange:Nobody.reduce").by(
         drop("self.sent_bytes"), f"{SENT}[2 ranks-gpt2]"

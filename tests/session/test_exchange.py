@@ -32,6 +32,7 @@ def decoder(checkpointed: bool) -> nn.Module:
 def bytes_of(rank: int, what: str) -> tuple[list[int], dict[str, int], int, int]:
     """What is given to process groups in each of some steps, the bytes of groups, the largest step besides, and what the session counts."""
     model = decoder(what == "checkpointed")
+    model.transformer.h[2].requires_grad_(what != "frozen")
     words = torch.randint(0, 96, (2, 16), generator=torch.Generator().manual_seed(rank))
     parts = 2 if what in ("twice", "no_sync") else 1
     options = patrickstar.Options(accumulate=parts)
@@ -59,7 +60,7 @@ def bytes_of(rank: int, what: str) -> tuple[list[int], dict[str, int], int, int]
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("what", ["plain", "checkpointed", "twice", "no_sync", "evaluation"])
+@pytest.mark.parametrize("what", ["plain", "frozen", "checkpointed", "twice", "no_sync", "evaluation"])
 def test_a_rank_sends_each_weight_once_in_a_forward_and_once_in_a_backward_and_each_gradient_once(
     ranks: Team, what: str
 ) -> None:
@@ -71,6 +72,7 @@ def test_a_rank_sends_each_weight_once_in_a_forward_and_once_in_a_backward_and_e
         once, gradients = 2 * weights - last + root, weights + root
         wanted = {
             "plain": [once + gradients] * 3,
+            "frozen": [once + gradients - blocks["transformer.h.2"]] * 3,
             "checkpointed": [once + gradients] * 3,
             "twice": [2 * (once + gradients)] * 3,
             "no_sync": [2 * once + gradients] * 3,
