@@ -126,7 +126,8 @@ def test_updates_in_16_bits_are_done_where_a_gpu_computes(machine, model, capsys
         flags = ["--precision", precision, "--device-memory", "500MiB"]
         _, row = plan(capsys, "--machine", has, "--model", model(6), "--seq-len", 64, *flags)
         down[precision] = row["predicted"]["moved"]["D>H"] / (itemsize * row["parameters"])
-    assert down["fp32"] < 1.1 < 3 < down["bf16"]
+    assert down["fp32"] < 1.1
+    assert down["bf16"] > 3
 
 
 def test_slots_of_a_device_are_whole_granules(machine, model):
