@@ -12,6 +12,7 @@ import atexit
 import hashlib
 import math
 import os
+import pickle
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,8 @@ from patrickstar.errors import RankError, StateError, some
 from patrickstar.memory.lanes import Task, Ticket
 from patrickstar.memory.thread_lane import ThreadTicket
 from patrickstar.torch_private import all_gather, all_to_all, broadcast, one_thread_here
+
+_T = TypeVar("_T")
 
 ANNOUNCEMENT_BYTES: Final = 256
 _DIGEST_BYTES: Final = 16
@@ -154,17 +157,14 @@ class Collectives:
         n_flags = 0 if flags is None else len(flags)
         return self._issue("reduce", what, f"{out.numel()} {partial.dtype}, {n_flags} flags", act)
 
-    def agree(self, value: bytes, what: str, *, within_s: float = math.inf) -> list[bytes]:
-        """The values of all ranks, in their order; waits for them, and no longer than so: all calls of all ranks fail then."""
-        values: list[bytes] = []
+    def agree(self, value: _T, what: str, *, within_s: float = math.inf) -> list[_T]:
+        """The values of all ranks, in their order, pickled; waits for them, and no longer than so: all calls of all ranks fail then."""
+        mine, values = pickle.dumps(value), list[bytes]()
 
         def act() -> None:
-            lengths = self._gather_bytes(len(value).to_bytes(8, "little"))
+            lengths = self._gather_bytes(len(mine).to_bytes(8, "little"))
             longest = max(int.from_bytes(length, "little") for length in lengths)
-            padded = self._gather_bytes(value.ljust(longest, b"\0"))
-            values.extend(
-                text[: int.from_bytes(length, "little")] for text, length in zip(padded, lengths, strict=True)
-            )
+            values.extend(self._gather_bytes(mine.ljust(longest, b"\0")))
 
         ticket, patience = self._issue("agree", what, "", act), Patience(within_s)
         while within_s < math.inf and not ticket.done:
@@ -173,7 +173,7 @@ class Collectives:
                 raise self._failed(News((self._ranks.rank,), what, reason))
             time.sleep(_LONGEST_PAUSE_S)
         ticket.wait()
-        return values
+        return [pickle.loads(theirs) for theirs in values]  # noqa: S301  (of ranks of this program)
 
     def close(self, reason: str = "") -> None:
         """Takes part in nothing any more, and tells the others. Waits for nobody; what is under way fails."""

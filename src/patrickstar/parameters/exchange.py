@@ -12,7 +12,7 @@ Source: sharding of model states is ZeRO's (Rajbhandari et al., 2020); by chunks
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Final, NamedTuple
@@ -27,10 +27,8 @@ from patrickstar.core.trace import Phase, Touch
 from patrickstar.memory.lanes import DONE, Ticket
 from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
-from patrickstar.parameters.call_order import CallOrder
+from patrickstar.parameters.call_order import BlockWeights, CallOrder, Coming
 from patrickstar.torch_private import backward_id
-
-_WIDENED_APART: Final = 1024  # elements
 
 
 class Nobody:
@@ -63,36 +61,6 @@ class Travel(NamedTuple):
 
 
 IN_FP32: Final = Travel()
-
-
-class Coming(NamedTuple):
-    """Weights of a group on their way. `arrives`: where they do, if that is not `whole`, which they are widened into."""
-
-    whole: Tensor
-    arrives: Tensor | None
-    tickets: Sequence[Ticket]
-
-    def wait(self) -> None:
-        """Returns when the weights are there."""
-        for ticket in self.tickets:
-            ticket.wait()
-        if self.arrives is not None:
-            _widen(self.whole, self.arrives)
-
-
-class BlockWeights(NamedTuple):
-    """The weights of a block, by group, of which some are on their way. `ours`: makes a context for our own operations."""
-
-    by_group: dict[str, Tensor]
-    coming: list[Coming]
-    ours: Callable[[], AbstractContextManager[None]]
-
-    def wait(self) -> None:
-        """Returns when all weights are there."""
-        with self.ours():
-            for coming in self.coming:
-                coming.wait()
-            self.coming.clear()
 
 
 class Sent(NamedTuple):
@@ -132,7 +100,7 @@ class Exchange(ABC):
         self.layout = layout
         self._travel = travel
         self._moment = moment
-        self.order = CallOrder(layout, self, names)
+        self.order = CallOrder(layout, names, gather=self.gather, send=self.send, receive=self.receive)
         self.came = BackwardSums()
         self.postpones, self.has_waited = 0, False
         self.kept: dict[str, Tensor] = {}
@@ -307,14 +275,3 @@ def _shares(under_way: Iterable[Sent]) -> Iterator[tuple[int, Tensor]]:
             last.ticket.wait()
             yield last.chunk, last.share
         last = one
-
-
-def _widen(whole: Tensor, narrow: Tensor) -> None:
-    """Writes 1-D elements of 2 bytes, which are the second half of the bytes of `whole`, as its elements of 4."""
-    start, numel = 0, whole.numel()
-    while start < numel:
-        # The first half of what is left lies before what it is made of.
-        stop = start + (numel - start) // 2 if numel - start > _WIDENED_APART else numel
-        piece = narrow[start:stop]
-        whole[start:stop].copy_(piece if stop < numel else piece.clone())
-        start = stop

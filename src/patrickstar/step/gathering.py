@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -56,8 +56,7 @@ class Gathering(Exchange):
         """The refusal of a forward, with the budget that is enough on all ranks. None goes on with it: each has refused it, too, or fails."""
         enough = refusal.smallest_bytes
         with suppress(RankError):
-            of_all = self.collectives.agree(b"%d" % enough, "on no forward: it does not fit")
-            enough = max(map(int, of_all))
+            enough = max(self.collectives.agree(enough, "on no forward: it does not fit"))
         return of_machine(refusal, enough, self.collectives.ranks.local_size)
 
     @contextmanager
@@ -107,8 +106,7 @@ class Gathering(Exchange):
 
     def of_any(self, names: Collection[str]) -> list[str]:
         """The parameters that any rank names, those of the first rank first: alike on all."""
-        of_all = self.collectives.agree(json.dumps(list(names)).encode(), "overflowed gradients")
-        return list(dict.fromkeys(name for named in of_all for name in json.loads(named)))
+        return list(dict.fromkeys(chain.from_iterable(self.collectives.agree(names, "overflowed gradients"))))
 
     def stepped(self, hypers: Mapping[str, Hyper]) -> None:
         """Notes a step, which all ranks must have taken alike by the next collective: with the same learning rates, say."""
