@@ -11,7 +11,6 @@ Source: sharding of model states is ZeRO's (Rajbhandari et al., 2020); by chunks
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
@@ -75,11 +74,11 @@ class Sent(NamedTuple):
     tensors: tuple[Tensor, Tensor]
 
 
-class Exchange(ABC):
-    """Makes whole weights of shards, and shards of gradients.
+class Exchange:
+    """Makes whole weights of shards, and shards of gradients. With `Nobody`: of a trial run.
 
     Attributes:
-        order: is told of calls, and says what is exchanged. binding: of the parameters, given once it is made.
+        order: is told of calls, and says what is exchanged. others: with whom. binding: of the parameters, given once it is made.
         take: adds this rank's shares of gradients of these parameters to those in chunks, given with it.
         came: gradients of the backward under way that no reduction has taken, by name.
         postpones: how many contexts say that gradients are not to be reduced. kept: those that wait for that, in fp32, by name.
@@ -104,7 +103,7 @@ class Exchange(ABC):
         self.came = BackwardSums()
         self.postpones, self.has_waited = 0, False
         self.kept: dict[str, Tensor] = {}
-        self._others = others
+        self.others = others
         self._sent: list[Sent] = []
         self._sent_names: list[str] = []
         self._flags = bytearray()  # of these
@@ -112,21 +111,20 @@ class Exchange(ABC):
         for name in layout.slices:
             self._names_in.setdefault(layout.block(name), []).append(name)
 
-    # where this rank's shards are
-
-    @abstractmethod
-    def ours(self, nbytes: int = 0) -> AbstractContextManager[None]:
+    def ours(self, nbytes: int = 0) -> AbstractContextManager[None]:  # noqa: ARG002
         """A context for our own operations, and for so many bytes that they take for good."""
+        return torch.no_grad()
 
     # weights
 
     def gather(self, block: str) -> BlockWeights:
         """Begins to gather a block's groups: into what somebody still holds of them, if anybody does."""
         phase = Phase.FORWARD if backward_id() == -1 else Phase.BACKWARD
-        self._moment(phase, self._names_in[block][0], [Touch(unit) for unit in self.layout.units_of(block)])
+        units = [PlaneRef(chunk, WEIGHT) for chunk in self.layout.chunks_of[block]]
+        self._moment(phase, self._names_in[block][0], [Touch(unit) for unit in units])
         weights = BlockWeights({}, [], self.ours)
         with self.ours():
-            units = [self.binding.leases.take(unit) for unit in self.layout.units_of(block)]
+            taken = [self.binding.leases.take(unit) for unit in units]
             for group in dict.fromkeys(map(self.layout.group_of, self.layout.chunks_of[block])):
                 first = self.binding.access.parameters_in(group)[0]
                 held = self.binding.leases.living_copy(group)
@@ -136,7 +134,7 @@ class Exchange(ABC):
                     weights.coming.append(coming)
                 else:
                     coming.wait()  # nobody is to see what is not widened yet
-            del units  # none of which may leave while there is room made for copies
+            del taken  # none of which may leave while there is room made for copies
         return weights
 
     def make(self, group: str) -> Tensor:
@@ -150,7 +148,7 @@ class Exchange(ABC):
         for unit, piece in self.pieces(group, arrives):
             mine = self.mine(piece)
             mine.copy_(self.binding.leases.take(unit))
-            tickets.append(self._others.gather(piece, mine, f"{unit}{self.order.where}"))
+            tickets.append(self.others.gather(piece, mine, f"{unit}{self.order.where}"))
         return Coming(whole, None if arrives is whole else arrives, tickets)
 
     def mine(self, chunk: Tensor) -> Tensor:
@@ -211,7 +209,7 @@ class Exchange(ABC):
             if self.postpones:
                 self.kept = gradients
                 return
-            of_all = self._others.agree(bytes(name in gradients for name in known), "gradients")
+            of_all = self.others.agree(bytes(name in gradients for name in known), "gradients")
             names = [name for name, *there in zip(known, *of_all, strict=True) if any(there)]
             self.take(names, _shares(self._reduce(range(self.layout.n_chunks), names, gradients)))
             self.has_waited = False
@@ -257,7 +255,7 @@ class Exchange(ABC):
             if received is None or received.dtype is not mine.dtype:  # one after the other
                 received = torch.empty_like(mine)
             share = torch.empty(self.layout.chunk_numel, dtype=torch.float32, device=mine.device)
-            ticket = self._others.reduce(share, mine, received, f"c{chunk}", flags=flags)
+            ticket = self.others.reduce(share, mine, received, f"c{chunk}", flags=flags)
             yield Sent(chunk, share, ticket, (mine, received))
             flags = None
             del mine

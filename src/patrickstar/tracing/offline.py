@@ -221,7 +221,7 @@ class OfflineTracer:
                 owner.recorder.trace(),
                 operations.values.branches,
                 self._why_by_use(owner, touches if with_backward else None),
-                0 if owner.over_ranks is None else owner.over_ranks.nobody.sent_bytes,
+                0 if owner.over_ranks is None else owner.over_ranks.others.sent_bytes,
             )
 
     def _why_by_use(self, owner: Twin, touches: Touches | None) -> str:
