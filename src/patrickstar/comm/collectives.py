@@ -19,7 +19,6 @@ import time
 from concurrent.futures import Future, InvalidStateError
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
 
@@ -86,7 +85,7 @@ class Collectives:
         self._thread = threading.Thread(target=self._run, name="patrickstar collectives", daemon=True)
         self._thread.start()
         atexit.register(self._leave_at_exit)
-        self._issue("open", "groups", "", partial(ranks.open, timeout_s=timeout_s + _MORE_THAN_OURS_S))
+        self._issue("open", "groups", "", self._open)
 
     @property
     def failure(self) -> RankError | None:
@@ -212,6 +211,10 @@ class Collectives:
         end.add_done_callback(lambda _: self._under_way.pop(number, None))
         self._fail_what_cannot_be()
         return ThreadTicket(end)
+
+    def _open(self) -> None:
+        self._ranks.open(timeout_s=self._timeout_s + _MORE_THAN_OURS_S)
+        self._watch.meet()
 
     def _fail_what_cannot_be(self) -> None:
         for number, end in list(self._under_way.items()):

@@ -139,6 +139,13 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="patrickstar watch", daemon=True)
         self._thread.start()
 
+    def meet(self) -> None:
+        """Has the watch look at the other ranks, all of which have one now."""
+        me, here = self._ranks.rank, self._own.host
+        known = {rank: Process(**json.loads(self._store.get(f"who/{rank}"))) for rank in range(self._ranks.size)}
+        self._beside = {rank: one for rank, one in known.items() if rank != me and here and one.host == here}
+        self._has_met = True
+
     def failure_of(self, number: int) -> RankError | None:
         """The reason why a collective of that number cannot be, if it cannot."""
         return next((error for after, error in self._failures if number > after), None)
@@ -188,7 +195,7 @@ class Watch:
             try:
                 self._read_news()
                 if not self._has_met and self._store.check([f"who/{rank}" for rank in range(self._ranks.size)]):
-                    self._meet()
+                    self.meet()
                 self._beat()
             except Exception as error:
                 if self._store_silence is not None:
@@ -199,12 +206,6 @@ class Watch:
                 self._store_silence = Patience(_STORE_GONE_S)
             else:
                 self._store_silence = None
-
-    def _meet(self) -> None:
-        me, here = self._ranks.rank, self._own.host
-        known = {rank: Process(**json.loads(self._store.get(f"who/{rank}"))) for rank in range(self._ranks.size)}
-        self._beside = {rank: one for rank, one in known.items() if rank != me and here and one.host == here}
-        self._has_met = True
 
     def _read_news(self) -> None:
         while self._store.check([f"news/{self._read + 1}"]):
