@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future, InvalidStateError
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
@@ -112,7 +112,7 @@ class Collectives:
         assert (out.numel(), out.dtype) == (parts.numel(), parts.dtype)
 
         def act() -> None:
-            self._finish(all_to_all(self._ranks.data, _bytes(out), _bytes(parts)))
+            self._finish(all_to_all(self._ranks.group, _bytes(out), _bytes(parts)))
             self.sent_bytes += (self._ranks.size - 1) * (parts.nbytes // self._ranks.size)
 
         return self._issue("exchange", what, f"{parts.numel()} {parts.dtype}", act)
@@ -141,11 +141,11 @@ class Collectives:
 
         def act() -> None:
             ranks = self._ranks
-            works = [all_to_all(ranks.data, _bytes(received), _bytes(partial))]
+            works = [all_to_all(ranks.group, _bytes(received), _bytes(partial))]
             if flags is not None:
                 mine = torch.frombuffer(flags, dtype=torch.uint8)
                 of_all = mine.new_empty(size, len(flags))
-                works.append(all_gather(ranks.small, _bytes(of_all), mine))
+                works.append(all_gather(ranks.group, _bytes(of_all), mine))
             self._finish(*works)
             self.sent_bytes += (size - 1) * out.numel() * partial.element_size()
             sum_in_rank_order(out, received.view(size, -1))
@@ -158,7 +158,7 @@ class Collectives:
         return self._issue("reduce", what, f"{out.numel()} {partial.dtype}, {n_flags} flags", act)
 
     def agree(self, value: _T, what: str, *, within_s: float = math.inf) -> list[_T]:
-        """The values of all ranks, in their order, pickled; waits for them, and no longer than so: all calls of all ranks fail then."""
+        """The values of all ranks, in their order, each one that pickle takes; waits for them, and no longer than so: all calls of all ranks fail then."""
         mine, values = pickle.dumps(value), list[bytes]()
 
         def act() -> None:
@@ -222,22 +222,18 @@ class Collectives:
                 _set(end, error)
 
     def _run(self) -> None:
-        device = self._ranks.device
-        stream = None if device.type == "cpu" else torch.Stream(device)
-        with torch.no_grad(), one_thread_here(), stream or nullcontext():
+        with torch.no_grad(), one_thread_here():
             while (collective := self._queue.get()) is not None:
                 if not collective.end.done():
-                    self._do(collective, stream)
+                    self._do(collective)
 
-    def _do(self, collective: _Collective, stream: torch.Stream | None) -> None:
+    def _do(self, collective: _Collective) -> None:
         at = self._watch.position
         try:
             at.number, at.doing = collective.number, collective.text
             if collective.number > 0:
                 self._announce(collective)
             collective.act.pop()()  # what it read and wrote is let go of before whoever waits goes on
-            if stream is not None:
-                stream.synchronize()
         except BaseException as error:
             _set(collective.end, error)
             # Where it is of this rank alone, the others have to know.
@@ -268,12 +264,10 @@ class Collectives:
         raise self._failed(News(odd, collective.text, reason))
 
     def _gather_bytes(self, row: bytes) -> list[bytes]:
-        """The bytes of all ranks, as many of each; none are sent where there are none."""
-        if not row:
-            return [row] * self._ranks.size
+        """The bytes of all ranks, as many of each, and not none."""
         mine = torch.frombuffer(bytearray(row), dtype=torch.uint8)
         rows = mine.new_empty(self._ranks.size, len(row))
-        self._finish(all_gather(self._ranks.small, _bytes(rows), mine))
+        self._finish(all_gather(self._ranks.group, _bytes(rows), mine))
         self.announced_bytes += (self._ranks.size - 1) * len(row)
         return [theirs.numpy().tobytes() for theirs in rows]
 
@@ -327,13 +321,11 @@ class Collectives:
 
 
 def _gathered(ranks: Ranks, out: torch.Tensor, shard: torch.Tensor) -> list[dist.Work]:
-    if ranks.device.type != "cpu":
-        return [all_gather(ranks.data, out, shard)]
     # As many bytes, and half of the time or less: gloo's gather copies all of it once more.
     pieces = out.view(ranks.size, -1)
     if pieces[ranks.rank].data_ptr() != shard.data_ptr():
         pieces[ranks.rank].copy_(shard)
-    return [broadcast(ranks.data, piece, root) for root, piece in enumerate(pieces)]
+    return [broadcast(ranks.group, piece, root) for root, piece in enumerate(pieces)]
 
 
 def sum_in_rank_order(out: torch.Tensor, pieces: torch.Tensor) -> None:

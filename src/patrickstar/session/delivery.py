@@ -84,7 +84,7 @@ class Delivery:
             yield
             return
         needed = [[ref for ref, _ in groupby(chain.from_iterable(map(self._chunks, own)))] for own in names]
-        shares = torch.zeros(layout.size, layout.chunk_numel, device=collectives.ranks.device)
+        shares = torch.zeros(layout.size, layout.chunk_numel)
         wanted = frozenset((one.plane, one.bound.name) for one in self.sources.values() if isinstance(one, Kept))
         with self.parts.executor.room.making(2 * shares.nbytes):
             self._rounds = rounds = _Rounds(zip_longest(*needed), wanted, shares, torch.empty_like(shares).view(-1))
