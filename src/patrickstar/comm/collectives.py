@@ -158,7 +158,7 @@ class Collectives:
         return self._issue("reduce", what, f"{out.numel()} {partial.dtype}, {n_flags} flags", act)
 
     def agree(self, value: _T, what: str, *, within_s: float = math.inf) -> list[_T]:
-        """The values of all ranks, in their order, each one that pickle takes; waits for them, and no longer than so: all calls of all ranks fail then."""
+        """The values of all ranks, in their order, by pickle; waits for them, and no longer than so: all calls of all ranks fail then."""
         mine, values = pickle.dumps(value), list[bytes]()
 
         def act() -> None:

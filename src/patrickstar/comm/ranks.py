@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from patrickstar.config.problems import refuse
-from patrickstar.errors import StateError, some
+from patrickstar.errors import some
 
 _STORE_TIMEOUT = timedelta(seconds=10)
 
@@ -38,15 +38,11 @@ class Ranks:
     group: dist.ProcessGroupGloo
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        if group is None:
-            if not dist.is_initialized():
-                raise StateError("there is no process group: call torch.distributed.init_process_group() first")
-            group = dist.group.WORLD
-            assert group is not None
+        world = dist.group.WORLD
+        assert world is not None, "there is no process group"
+        group = world if group is None else group
         self.rank, self.size = group.rank(), group.size()
         self._members = dist.get_process_group_ranks(group)
-        world = dist.group.WORLD
-        assert world is not None
         store, who = world.get_group_store(), f"patrickstar/{_digest(self._members)}"
         # Each rank counts for itself how often it has been here with these: alike on all that do the same.
         name = f"{who}/{store.add(f'{who}/times/{self.rank}', 1)}"
