@@ -63,11 +63,11 @@ class Collectives:
 
     Attributes:
         ranks: which they are. past: words for what all of them have done alike so far, which is compared with every collective.
-        sent_bytes: data that this rank has sent. announced_bytes: what it has sent besides: announcements, flags and values to agree on.
+        sent_bytes: data that this rank has sent.
     """
 
     def __init__(self, ranks: Ranks, *, timeout_s: float = 600.0, poll_s: float = 0.25) -> None:
-        self.sent_bytes = self.announced_bytes = 0
+        self.sent_bytes = 0
         self.past = ""
         self.ranks = self._ranks = ranks
         self._timeout_s, self._poll_s = timeout_s, poll_s
@@ -102,7 +102,11 @@ class Collectives:
         assert (out.numel(), out.dtype) == (self._ranks.size * shard.numel(), shard.dtype)
 
         def act() -> None:
-            self._finish(*_gathered(self._ranks, _bytes(out), _bytes(shard)))
+            # As many bytes as by gloo's gather, which copies all of it once more, and half of the time or less.
+            pieces, mine = out.view(self._ranks.size, -1), self._ranks.rank
+            if pieces[mine].data_ptr() != shard.data_ptr():
+                pieces[mine].copy_(shard)
+            self._finish(*(broadcast(self._ranks.group, _bytes(piece), root) for root, piece in enumerate(pieces)))
             self.sent_bytes += (self._ranks.size - 1) * shard.nbytes
 
         return self._issue("gather", what, f"{shard.numel()} {shard.dtype}", act)
@@ -150,7 +154,6 @@ class Collectives:
             self.sent_bytes += (size - 1) * out.numel() * partial.element_size()
             sum_in_rank_order(out, received.view(size, -1))
             if flags is not None:
-                self.announced_bytes += (size - 1) * len(flags)
                 for theirs in of_all:
                     mine.bitwise_or_(theirs)
 
@@ -268,7 +271,6 @@ class Collectives:
         mine = torch.frombuffer(bytearray(row), dtype=torch.uint8)
         rows = mine.new_empty(self._ranks.size, len(row))
         self._finish(all_gather(self._ranks.group, _bytes(rows), mine))
-        self.announced_bytes += (self._ranks.size - 1) * len(row)
         return [theirs.numpy().tobytes() for theirs in rows]
 
     def _finish(self, *works: dist.Work) -> None:
@@ -318,14 +320,6 @@ class Collectives:
         error = self._watch.failure_of(sys.maxsize)
         assert error is not None
         return error
-
-
-def _gathered(ranks: Ranks, out: torch.Tensor, shard: torch.Tensor) -> list[dist.Work]:
-    # As many bytes, and half of the time or less: gloo's gather copies all of it once more.
-    pieces = out.view(ranks.size, -1)
-    if pieces[ranks.rank].data_ptr() != shard.data_ptr():
-        pieces[ranks.rank].copy_(shard)
-    return [broadcast(ranks.group, piece, root) for root, piece in enumerate(pieces)]
 
 
 def sum_in_rank_order(out: torch.Tensor, pieces: torch.Tensor) -> None:

@@ -43,7 +43,8 @@ class Ranks:
         group = world if group is None else group
         self.rank, self.size = group.rank(), group.size()
         self._members = dist.get_process_group_ranks(group)
-        store, who = world.get_group_store(), f"patrickstar/{_digest(self._members)}"
+        members = hashlib.sha256(str(self._members).encode()).hexdigest()[:16]
+        store, who = world.get_group_store(), f"patrickstar/{members}"
         # Each rank counts for itself how often it has been here with these: alike on all that do the same.
         name = f"{who}/{store.add(f'{who}/times/{self.rank}', 1)}"
         # Kept: where its server is in this process, it ends with its last user.
@@ -103,7 +104,3 @@ def group_of(mesh: Any = None) -> dist.ProcessGroup | None:
     refuse(problems, of="manage")
     group: dist.ProcessGroup = mesh.get_group("dp")
     return group
-
-
-def _digest(members: Sequence[int]) -> str:
-    return hashlib.sha256(str(list(members)).encode()).hexdigest()[:16]

@@ -102,7 +102,7 @@ class Exchange:
         self.order = CallOrder(layout, names, gather=self.gather, send=self.send, receive=self.receive)
         self.came = BackwardSums()
         self.postpones, self.has_waited = 0, False
-        self.kept: dict[str, Tensor] = {}
+        self.kept = BackwardSums()
         self.others = others
         self._sent: list[Sent] = []
         self._sent_names: list[str] = []
@@ -176,11 +176,6 @@ class Exchange:
         """Bytes of gradients that wait to be reduced."""
         return sum(gradient.nbytes for gradient in self.kept.values())
 
-    def drop(self, names: Collection[str]) -> None:
-        """Forgets gradients that wait to be reduced."""
-        for name in self.kept.keys() & set(names):
-            del self.kept[name]
-
     def send(self, block: str) -> None:
         """Begins to reduce the gradients of a block that have come, each chunk with zeros where this rank has none."""
         if self.postpones:
@@ -207,7 +202,7 @@ class Exchange:
         with self.ours():
             gradients = self._ready(known)
             if self.postpones:
-                self.kept = gradients
+                self.kept.update(gradients)
                 return
             of_all = self.others.agree(bytes(name in gradients for name in known), "gradients")
             names = [name for name, *there in zip(known, *of_all, strict=True) if any(there)]
@@ -219,7 +214,7 @@ class Exchange:
         gradients = self.came.take(names)
         if not self.postpones and not self.kept:
             return gradients
-        waited = {name: self.kept.pop(name) for name in names if name in self.kept}
+        waited = self.kept.take(names)
         with self.ours(sum(4 * gradient.numel() for name, gradient in gradients.items() if name not in waited)):
             for name, gradient in gradients.items():
                 if name in waited:
