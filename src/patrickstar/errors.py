@@ -30,9 +30,7 @@ __all__ = [
 
 
 class Error(Exception):
-    """Base of all errors this package raises on purpose. `reason`: what the message says of another rank, without which; "" where it is of none."""
-
-    reason = ""
+    """Base of all errors this package raises on purpose."""
 
     def __reduce__(self) -> tuple[Callable[..., Error], tuple[object, ...]]:
         # A pool of processes pickles what its workers raise; made from the message alone, a constructor that wants more would fail there.

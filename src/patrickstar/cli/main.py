@@ -23,7 +23,7 @@ import click
 
 from patrickstar.cli.flags import Invocation, debug_option
 from patrickstar.cli.stop import Stopped
-from patrickstar.errors import BudgetError, ConfigError, Error, nearest
+from patrickstar.errors import BudgetError, ConfigError, Error, RankError, nearest
 
 # Verb -> the module that has it under the same name. Imported when asked for: `patrickstar --help` must not load torch.
 VERBS: Final = MappingProxyType(
@@ -111,7 +111,7 @@ def _refuse(error: Exception, invocation: Invocation, *, text: str, status: int)
         traceback.print_exception(error)
     paragraph = "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
     # What is wrong with a rank each of the others says in words of its own.
-    if invocation.world.tells((error.reason or str(error)) if isinstance(error, Error) else paragraph):
+    if invocation.world.tells(error.reason if isinstance(error, RankError) else paragraph):
         click.echo(f"patrickstar: {paragraph}", err=True)
     invocation.world.leave(paragraph)
     return status

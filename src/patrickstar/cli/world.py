@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 import time
 from contextlib import ExitStack, suppress
@@ -92,6 +93,7 @@ class World(ExitStack):
         """Tells whether this rank is to say an error: the first that has it; until ranks have joined, the first of each machine."""
         if self.joined.collectives is None:
             return self.size == 1 or os.environ.get("LOCAL_RANK", str(self.rank)) == "0"
+        said = re.sub(r"\brank \d+: ", "", error, count=1)  # which the rank itself does not say
         with suppress(RuntimeError):  # the store is gone, with the process that held it
-            return self.joined.collectives.ranks.store.add(f"told/{hashlib.sha256(error.encode()).hexdigest()}", 1) == 1
+            return self.joined.collectives.ranks.store.add(f"told/{hashlib.sha256(said.encode()).hexdigest()}", 1) == 1
         return True

@@ -77,7 +77,6 @@ class AllRanks:
             raise problem
         for rank, (_, theirs) in enumerate(of_all):
             if theirs is not None:
-                theirs.reason = theirs.reason or str(theirs)
                 theirs.args = (f"{self.collectives.ranks.names([rank])}: {theirs}",)
                 raise theirs
         given[:] = [one for theirs, _ in of_all for one in theirs]

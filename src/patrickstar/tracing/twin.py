@@ -75,13 +75,12 @@ class Twin(Owner):
             if label in self._updated:
                 raise NotInBlocksError(f"{label} is used after its gradient has come")
             self._notice_backward()
-        self.moment(self._phase(), label, self._own(touches))
+        own = touches if self.over_ranks is None else self.over_ranks.order.use(touches)
+        self.moment(self._phase(), label, own)
 
     def unpack(self, label: str, touches: Sequence[Touch]) -> None:
-        self.moment(Phase.BACKWARD, label, self._own(touches))
-
-    def _own(self, touches: Sequence[Touch]) -> Sequence[Touch]:
-        return touches if self.over_ranks is None else self.over_ranks.order.use(touches)
+        own = touches if self.over_ranks is None else self.over_ranks.order.use(touches)
+        self.moment(Phase.BACKWARD, label, own)
 
     def moment(self, phase: Phase, label: str, touches: Sequence[Touch]) -> None:
         self.recorder.moment(phase, label, touches, self.leases.held())
