@@ -62,7 +62,7 @@ class Collectives:
         timeout_s: the longest time to wait for other ranks. poll_s: how often the watch looks.
 
     Attributes:
-        ranks: which they are. past: words for what all of them have done alike so far, which is compared with every collective.
+        ranks: which they are. me: this one, in messages. past: words for what all of them have done alike so far, which is compared with every collective.
         sent_bytes: data that this rank has sent.
     """
 
@@ -72,7 +72,7 @@ class Collectives:
         self.ranks = self._ranks = ranks
         self._timeout_s, self._poll_s = timeout_s, poll_s
         self._process = os.getpid()
-        self._me = ranks.names([ranks.rank])
+        self.me = ranks.names([ranks.rank])
 
         self._issued = -1
         self._under_way: dict[int, Future[None]] = {}
@@ -91,11 +91,6 @@ class Collectives:
     def failure(self) -> RankError | None:
         """The error with which every call fails from now on, if there is one."""
         return self._watch.failure_of(self._issued + 1)
-
-    @property
-    def has_given_up(self) -> bool:
-        """True, once this is closed, where torch may still read and write tensors of a collective that has failed: their memory must stay."""
-        return bool(self._given_up) or self._thread.is_alive()
 
     def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Ticket:
         """Has `out` [p * n] get the shards [n] of all ranks, in their order. `shard`: perhaps its place in `out`."""
@@ -157,8 +152,7 @@ class Collectives:
                 for theirs in of_all:
                     mine.bitwise_or_(theirs)
 
-        n_flags = 0 if flags is None else len(flags)
-        return self._issue("reduce", what, f"{out.numel()} {partial.dtype}, {n_flags} flags", act)
+        return self._issue("reduce", what, f"{out.numel()} {partial.dtype}, {len(flags or ())} flags", act)
 
     def agree(self, value: _T, what: str, *, within_s: float = math.inf) -> list[_T]:
         """The values of all ranks, in their order, by pickle; waits for them, and no longer than so: all calls of all ranks fail then."""
@@ -172,7 +166,7 @@ class Collectives:
         ticket, patience = self._issue("agree", what, "", act), Patience(within_s)
         while within_s < math.inf and not ticket.done:
             if patience.is_over:
-                reason = f"{self._me} was about to agree {what}, and the others were not within {within_s:g} s"
+                reason = f"{self.me} was about to agree {what}, and the others were not within {within_s:g} s"
                 raise self._failed(News((self._ranks.rank,), what, reason))
             time.sleep(_LONGEST_PAUSE_S)
         ticket.wait()
@@ -188,16 +182,16 @@ class Collectives:
         for end in ends:
             _set(end, StateError("communication between ranks is closed"))
         self._queue.put(None)
-        self._watch.leave("close()" if not reason else "exit", reason or f"{self._me} has closed its session")
+        self._watch.leave("close()" if not reason else "exit", reason or f"{self.me} has closed its session")
         self._thread.join(1)
-        self._ranks.close(abandons=bool(ends) or self.has_given_up)
+        self._ranks.close(abandons=bool(ends or self._given_up) or self._thread.is_alive())
         if self._ranks.rank > 0:
             atexit.unregister(self._leave_at_exit)
 
     def _leave_at_exit(self) -> None:
         error = getattr(sys, "last_value", None)
         how = f" after {type(error).__name__}: {error}" if error is not None else ""
-        self.close(f"{self._me} has ended{how}")
+        self.close(f"{self.me} has ended{how}")
         if self._ranks.rank == 0 and os.getpid() == self._process:
             time.sleep(2 * self._poll_s)  # the others read the news: the store ends with the process that holds it
 
@@ -241,7 +235,7 @@ class Collectives:
             _set(collective.end, error)
             # Where it is of this rank alone, the others have to know.
             if not self._closed and self._watch.failure_of(collective.number) is None:
-                reason = f"{self._me} failed: {type(error).__name__}: {error}"
+                reason = f"{self.me} failed: {type(error).__name__}: {error}"
                 self._watch.note(News((self._ranks.rank,), collective.text, reason))
         else:
             at.done, at.doing = collective.number, ""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,9 +57,6 @@ class Travel(NamedTuple):
 
     kept: torch.dtype = torch.float32
     sent: torch.dtype = torch.float32
-
-
-IN_FP32: Final = Travel()
 
 
 class Sent(NamedTuple):

@@ -26,7 +26,7 @@ from patrickstar.core.trace import Trace
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.blocks import Blocks, NotInBlocksError
 from patrickstar.parameters.changes import UnseenChangeError
-from patrickstar.parameters.exchange import IN_FP32, Travel
+from patrickstar.parameters.exchange import Travel
 from patrickstar.parameters.saved import WeightChangedError
 from patrickstar.parameters.transforms import tensors_in
 from patrickstar.plan.fit import minimum_bytes
@@ -99,7 +99,7 @@ class OfflineTracer:
     on_device: bool = False
     compute: torch.dtype = torch.float32
     next_blocks: Mapping[tuple[bool, str], str] = field(default_factory=dict)
-    travel: Travel = IN_FP32
+    travel: Travel = Travel()  # noqa: RUF009  (frozen)
 
     def foresee(
         self,
