@@ -62,7 +62,7 @@ class Collectives:
         timeout_s: the longest time to wait for other ranks. poll_s: how often the watch looks.
 
     Attributes:
-        ranks: which they are. me: this one, in messages. past: words for what all of them have done alike so far, which is compared with every collective.
+        ranks: which they are. me: this one, in messages. past: words for what all have done alike so far, which is compared with every collective.
         sent_bytes: data that this rank has sent.
     """
 
