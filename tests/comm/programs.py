@@ -139,16 +139,15 @@ def counting() -> Iterator[dict[str, int]]:
         module.all_gather, module.all_to_all, module.broadcast = calls
 
 
-def counted(rank: int, size: int) -> list[tuple[int, int]]:
-    """The bytes that are counted, and those that are given to the process groups: data, and all else."""
+def counted(rank: int, size: int) -> tuple[int, int, int]:
+    """The bytes of data that are counted, those that are given to the process group, and all else that is."""
     with opened() as made:
-        before = made.announced_bytes
         with counting() as given:
             flags = bytearray(3)
             made.gather(torch.zeros(7 * size), torch.zeros(7), "layer").wait()
             grads = torch.zeros(5 * size, dtype=torch.bfloat16)
             made.reduce(torch.zeros(5), grads, grads.clone(), "layer", flags=flags).wait()
-        return [(made.sent_bytes, given["data"]), (made.announced_bytes - before, given["besides"])]
+        return made.sent_bytes, given["data"], given["besides"]
 
 
 def in_a_group(rank: int) -> list[Any]:
@@ -171,7 +170,7 @@ def given_up(rank: int) -> list[bool]:
     ends_inside(made, stop_me, is_me=rank == 1)
     raised(made.gather(torch.zeros(2), torch.zeros(1), "layer").wait)
     made.close()
-    return [well.has_given_up, made.has_given_up]
+    return [bool(well._given_up), bool(made._given_up)]
 
 
 def forks(rank: int) -> list[bytes]:
@@ -244,7 +243,7 @@ def ends_inside(made: Collectives, end: Callable[[], None], *, is_me: bool) -> N
     send = module.broadcast
 
     def ends_here(group: Any, piece: torch.Tensor, root: int) -> Any:
-        if group is made._ranks.data and is_me and root == 1:  # some of it has been sent
+        if group is made._ranks.group and is_me and root == 1:  # some of it has been sent
             end()
         return send(group, piece, root)
 

@@ -91,7 +91,7 @@ def test_collectives_of_users_and_of_other_sessions_go_on_beside(team_of: Teams)
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_bytes_sent_are_those_given_to_the_process_groups(team_of: Teams, size: int) -> None:
     data, besides = (size - 1) * (7 * 4 + 5 * 2), (size - 1) * (2 * ANNOUNCEMENT_BYTES + 3)
-    assert all_well(team_of(size).run(programs.counted, size)) == [[(data, data), (besides, besides)]] * size
+    assert all_well(team_of(size).run(programs.counted, size)) == [(data, data, besides)] * size
 
 
 def test_the_end_of_a_forked_child_is_not_that_of_a_rank(team_of: Teams) -> None:

@@ -10,8 +10,7 @@ import torch
 
 from patrickstar.core.layout import TensorSpec, build_layout
 from patrickstar.core.shard_layout import shard_of
-from patrickstar.parameters.call_order import CallOrder
-from patrickstar.parameters.exchange import BlockWeights, Coming
+from patrickstar.parameters.call_order import BlockWeights, CallOrder, Coming
 
 NAMES = ("table", "a.weight", "b.weight", "c.weight", "d.weight")
 
@@ -23,7 +22,8 @@ class Written:
         self.seen: list[str] = []
         self.sent: list[str] = []
         specs = [TensorSpec(name, (32,), block=name.partition(".")[0] if "." in name else "") for name in NAMES]
-        self.order = CallOrder(shard_of(build_layout(specs, chunk_numel=32), 0, 2), self, NAMES)
+        layout = shard_of(build_layout(specs, chunk_numel=32), 0, 2)
+        self.order = CallOrder(layout, NAMES, gather=self.gather, send=self.send, receive=self.receive)
 
     def gather(self, block: str) -> BlockWeights:
         self.seen.append(f"+{block or 'root'}")

@@ -83,6 +83,22 @@ def test_a_rank_sends_each_weight_once_in_a_forward_and_once_in_a_backward_and_e
         assert besides < 64 << 10
 
 
+def read_alone(rank: int) -> tuple[int, int]:
+    """The bytes that a rank sends while all parameters are read, one after the other, and the bytes of these."""
+    model = decoder(checkpointed=False)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    with patrickstar.manage(model, torch.optim.AdamW(model.parameters()), **DEFAULTS) as session, counting() as given:
+        state = session.state_dict()
+        for name, _ in model.named_parameters():
+            assert state[name].shape
+        return given["data"], nbytes
+
+
+def test_a_parameter_that_is_read_sends_none_of_the_others_in_its_chunk(two: Team) -> None:
+    for sent, nbytes in all_well(two.run(read_alone)):
+        assert 0 < sent <= (two.size - 1) * nbytes
+
+
 def peak_of(rank: int, blocks: int) -> tuple[int, int, int]:
     """Peak of the host, what rests there, and the bytes of a block's weights."""
     torch.manual_seed(0)

@@ -75,8 +75,7 @@ def plan(**given: Any) -> int:
         click.echo(json.dumps({**row, "machine": None if machine is None else machine.name}, allow_nan=False))
     else:
         said = [*([] if machine is None else machine.lines(arguments, has, which)), *filter(None, [chosen])]
-        said += _lines(source.name, forecast, precision=precision)
-        click.echo("\n".join([*said, *(_lines_of_ranks(forecast, which) if world > 1 else [])]))
+        click.echo("\n".join([*said, *_lines(source.name, forecast, which, precision=precision)]))
     return 0 if forecast.fits else DOES_NOT_FIT
 
 
@@ -94,7 +93,7 @@ def _row(forecast: Forecast, *, precision: str, device: str) -> dict[str, Any]:
     }
 
 
-def _lines(name: str, forecast: Forecast, *, precision: str) -> list[str]:
+def _lines(name: str, forecast: Forecast, which: RankOf, *, precision: str) -> list[str]:
     data = forecast.model_data_bytes
     share = f"{data / forecast.parameters:.4g} bytes per parameter" if forecast.parameters else ""
     lines = [
@@ -115,12 +114,9 @@ def _lines(name: str, forecast: Forecast, *, precision: str) -> list[str]:
     moved = [f"{names.get(link, link)} {format_bytes(nbytes)}" for link, nbytes in forecast.moved.items() if nbytes]
     if forecast.fits:
         lines.append(f"  transferred per step  {', '.join(moved) if moved else 'nothing'}")
+    if forecast.by_rank:
+        shares = some([format_bytes(nbytes) for nbytes in forecast.by_rank], most=8)
+        here = f"{which.size} ranks, {which.local_size} on a machine"
+        lines.append(f"  {here}: peaks and transfers are one rank's, budgets those of a machine")
+        lines.append(f"  model states by rank  {shares}")
     return lines
-
-
-def _lines_of_ranks(forecast: Forecast, which: RankOf) -> list[str]:
-    shares = some([format_bytes(nbytes) for nbytes in forecast.by_rank], most=8)
-    return [
-        f"  {which.size} ranks, {which.local_size} on a machine: peaks and transfers are one rank's, budgets those of a machine",
-        f"  model states by rank  {shares}",
-    ]

@@ -46,7 +46,7 @@ def run(request: Request, signals: StopSignals, world: World) -> int:
         request = replace(request, log_json=None)
     world.join()
     with _messages_to(display), ExitStack() as end:
-        with world.together("to prepare"):
+        with world.joined.together("to prepare"):
             if request.configuration is not None:
                 request.configuration.settings.tell(logging.getLogger("patrickstar"))
             config = request.source.config()

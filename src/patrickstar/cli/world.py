@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pickle
+import re
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from contextlib import ExitStack, suppress
+from typing import Any, Final, TypeVar
 
+from patrickstar.comm.all_ranks import AllRanks
 from patrickstar.errors import ConfigError
-
-if TYPE_CHECKING:
-    from patrickstar.comm.collectives import Collectives
 
 T = TypeVar("T")
 _LAST_WORDS_S: Final = 3.0
@@ -28,7 +25,7 @@ class World(ExitStack):
     Until they `join`, a rank knows only which it is. What it agrees on with others is known to itself where there are none.
 
     Attributes:
-        rank, size: this one's place among them, and how many there are.
+        rank, size: this one's place among them, and how many there are. joined: those that have joined; until then, this one.
     """
 
     def __init__(self) -> None:
@@ -39,7 +36,7 @@ class World(ExitStack):
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
         elif os.environ.keys() >= _OF_TORCHRUN:
             self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self._collectives: Collectives | None = None
+        self.joined = AllRanks()
 
     def join(self) -> None:
         """Meets the other ranks, in a process group that is made where there is none. All ranks call it."""
@@ -49,13 +46,13 @@ class World(ExitStack):
         from patrickstar.comm.ranks import Ranks, begin_process_group
 
         self.callback(begin_process_group())
-        self._collectives = Collectives(Ranks())
-        self.callback(self._collectives.close)
+        self.joined = AllRanks(collectives := Collectives(Ranks()))
+        self.callback(collectives.close)
 
     def __exit__(self, *error: Any) -> bool | None:
         # torchrun ends all ranks once one has failed: by then the others should have said what they know, and have a status of their own.
-        if self._collectives is not None:
-            store = self._collectives.ranks.store
+        if self.joined.collectives is not None:
+            store = self.joined.collectives.ranks.store
             with suppress(RuntimeError):  # the store is gone, with the process that held it
                 patience, ended = time.monotonic() + _LAST_WORDS_S, store.add("ended", 1)
                 while ended < self.size and time.monotonic() < patience:
@@ -65,13 +62,13 @@ class World(ExitStack):
 
     def leave(self, reason: str) -> None:
         """Takes part in nothing any more: the others end with an error that names this rank and its reason, unless they have ended too."""
-        if self._collectives is not None:
-            self._collectives.close(f"rank {self.rank} has ended: {reason}")
+        if self.joined.collectives is not None:
+            self.joined.collectives.close(f"rank {self.rank} has ended: {reason}")
 
     @property
     def local_size(self) -> int:
         """Number of ranks on this machine."""
-        return 1 if self._collectives is None else self._collectives.ranks.local_size
+        return 1 if self.joined.collectives is None else self.joined.collectives.ranks.local_size
 
     def rows(self, batch_size: int, rank: int | None = None) -> slice:
         """The rows of a batch of all ranks that are one rank's, in rank order; `None`: this one's."""
@@ -80,25 +77,11 @@ class World(ExitStack):
 
     def agree(self, value: T, what: str) -> list[T]:
         """The values of all ranks, in their order."""
-        if self._collectives is None:
-            return [value]
-        return [pickle.loads(theirs) for theirs in self._collectives.agree(pickle.dumps(value), what)]  # noqa: S301 - from our own ranks
+        return self.joined.tell(what, lambda: value)
 
     def mean(self, value: float, what: str) -> float:
         """The mean of all ranks' values, added in their order."""
         return sum(self.agree(value, what)) / self.size
-
-    @contextmanager
-    def together(self, what: str) -> Iterator[None]:
-        """A context that all ranks leave with the same error, where one of them has one: that of the first."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as found:
-            error = found
-        first = next((theirs for theirs in self.agree(error, what) if theirs is not None), None)
-        if first is not None:
-            raise first from (None if first is error else error)
 
     def expect_alike(self, facts: dict[str, Any], advice: str) -> None:
         """Raises ConfigError on all ranks where one has other facts than the first: which, and what to do about it."""
@@ -108,8 +91,9 @@ class World(ExitStack):
 
     def tells(self, error: str) -> bool:
         """Tells whether this rank is to say an error: the first that has it; until ranks have joined, the first of each machine."""
-        if self._collectives is None:
+        if self.joined.collectives is None:
             return self.size == 1 or os.environ.get("LOCAL_RANK", str(self.rank)) == "0"
+        said = re.sub(r"\brank \d+: ", "", error, count=1)  # which the rank itself does not say
         with suppress(RuntimeError):  # the store is gone, with the process that held it
-            return self._collectives.ranks.store.add(f"told/{hashlib.sha256(error.encode()).hexdigest()}", 1) == 1
+            return self.joined.collectives.ranks.store.add(f"told/{hashlib.sha256(said.encode()).hexdigest()}", 1) == 1
         return True

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from patrickstar.comm.collectives import Collectives
 from patrickstar.errors import Error, RankError
+
+if TYPE_CHECKING:  # of torch, which takes seconds to import
+    from patrickstar.comm.collectives import Collectives
 
 _T = TypeVar("_T")
 
@@ -30,29 +32,36 @@ class AllRanks:
         return 1 if self.collectives is None else self.collectives.ranks.size
 
     def do(self, what: str, act: Callable[[], _T]) -> _T:
-        """The outcome of `act` on this rank, once all ranks have done theirs. Raises as `tell` does."""
-        own: list[_T] = []
-        self.tell(what, lambda: own.append(act()))
-        return own[0]
+        """The outcome of `act` on this rank, once all ranks have done theirs. Raises as `together` does."""
+        with self.together(what):
+            return act()
 
     def lead(self, what: str, act: Callable[[], _T]) -> _T:
-        """The outcome of `act`, which rank 0 does for all. Raises as `tell` does."""
+        """The outcome of `act`, which rank 0 does for all. Raises as `together` does."""
         return self.tell(what, lambda: act() if self.rank == 0 else None)[0]  # type: ignore[return-value]  # rank 0 has acted
 
     def tell(self, what: str, act: Callable[[], _T]) -> list[_T]:
-        """The outcomes of `act` on all ranks, in their order, each a value that can be pickled.
+        """The outcomes of `act` on all ranks, in their order, each a value that can be pickled. Raises as `together` does."""
+        with self.together(what) as outcomes:
+            outcomes.append(act())
+        return outcomes
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[list[Any]]:
+        """A context that all ranks leave at once. Gives a list, which has what all ranks have put there by then, in their order.
 
         Raises:
-            what `act` raises here. Where it has failed on other ranks only: an error of this library as it is there, a RankError for any other. The
+            what is raised inside. Where that is on other ranks only: an error of this library as it is there, a RankError for any other. The
             ranks go on together after it, except where it is one that ends all communication.
         """
+        given: list[Any] = []
         if self.collectives is None:
-            return [act()]
-        outcome: _T | None = None
+            yield given
+            return
         problem: Exception | None = None
         told: Error | None = None
         try:
-            outcome = act()
+            yield given
         except RankError:
             raise  # from communication itself: all ranks have it
         except Exception as error:
@@ -63,15 +72,14 @@ class AllRanks:
                 reason = f"{what} has failed: {type(error).__name__}: {error}"
                 ranks = self.collectives.ranks.numbers([self.rank])
                 told = RankError(reason, ranks=ranks, action=what, reason=reason)
-        mine = pickle.dumps((outcome, told))
-        of_all = [pickle.loads(theirs) for theirs in self.collectives.agree(mine, what)]  # noqa: S301  (of ranks of this program)
+        of_all = self.collectives.agree((given, told), what)
         if problem is not None:
             raise problem
         for rank, (_, theirs) in enumerate(of_all):
             if theirs is not None:
                 theirs.args = (f"{self.collectives.ranks.names([rank])}: {theirs}",)
                 raise theirs
-        return [outcome for outcome, _ in of_all]
+        given[:] = [one for theirs, _ in of_all for one in theirs]
 
 
 def share_out(nbytes: Sequence[int], size: int, *, first_has: int = 0) -> list[int]:

@@ -12,14 +12,15 @@ import atexit
 import hashlib
 import math
 import os
+import pickle
 import sys
 import threading
 import time
 from concurrent.futures import Future, InvalidStateError
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,8 @@ from patrickstar.errors import RankError, StateError, some
 from patrickstar.memory.lanes import Task, Ticket
 from patrickstar.memory.thread_lane import ThreadTicket
 from patrickstar.torch_private import all_gather, all_to_all, broadcast, one_thread_here
+
+_T = TypeVar("_T")
 
 ANNOUNCEMENT_BYTES: Final = 256
 _DIGEST_BYTES: Final = 16
@@ -59,17 +62,17 @@ class Collectives:
         timeout_s: the longest time to wait for other ranks. poll_s: how often the watch looks.
 
     Attributes:
-        ranks: which they are. past: words for what all of them have done alike so far, which is compared with every collective.
-        sent_bytes: data that this rank has sent. announced_bytes: what it has sent besides: announcements, flags and values to agree on.
+        ranks: which they are. me: this one, in messages. past: words for what all have done alike so far, which is compared with every collective.
+        sent_bytes: data that this rank has sent.
     """
 
     def __init__(self, ranks: Ranks, *, timeout_s: float = 600.0, poll_s: float = 0.25) -> None:
-        self.sent_bytes = self.announced_bytes = 0
+        self.sent_bytes = 0
         self.past = ""
         self.ranks = self._ranks = ranks
         self._timeout_s, self._poll_s = timeout_s, poll_s
         self._process = os.getpid()
-        self._me = ranks.names([ranks.rank])
+        self.me = ranks.names([ranks.rank])
 
         self._issued = -1
         self._under_way: dict[int, Future[None]] = {}
@@ -89,17 +92,16 @@ class Collectives:
         """The error with which every call fails from now on, if there is one."""
         return self._watch.failure_of(self._issued + 1)
 
-    @property
-    def has_given_up(self) -> bool:
-        """True, once this is closed, where torch may still read and write tensors of a collective that has failed: their memory must stay."""
-        return bool(self._given_up) or self._thread.is_alive()
-
     def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Ticket:
         """Has `out` [p * n] get the shards [n] of all ranks, in their order. `shard`: perhaps its place in `out`."""
         assert (out.numel(), out.dtype) == (self._ranks.size * shard.numel(), shard.dtype)
 
         def act() -> None:
-            self._finish(*_gathered(self._ranks, _bytes(out), _bytes(shard)))
+            # As many bytes as by gloo's gather, which copies all of it once more, and half of the time or less.
+            pieces, mine = out.view(self._ranks.size, -1), self._ranks.rank
+            if pieces[mine].data_ptr() != shard.data_ptr():
+                pieces[mine].copy_(shard)
+            self._finish(*(broadcast(self._ranks.group, _bytes(piece), root) for root, piece in enumerate(pieces)))
             self.sent_bytes += (self._ranks.size - 1) * shard.nbytes
 
         return self._issue("gather", what, f"{shard.numel()} {shard.dtype}", act)
@@ -109,7 +111,7 @@ class Collectives:
         assert (out.numel(), out.dtype) == (parts.numel(), parts.dtype)
 
         def act() -> None:
-            self._finish(all_to_all(self._ranks.data, _bytes(out), _bytes(parts)))
+            self._finish(all_to_all(self._ranks.group, _bytes(out), _bytes(parts)))
             self.sent_bytes += (self._ranks.size - 1) * (parts.nbytes // self._ranks.size)
 
         return self._issue("exchange", what, f"{parts.numel()} {parts.dtype}", act)
@@ -138,42 +140,37 @@ class Collectives:
 
         def act() -> None:
             ranks = self._ranks
-            works = [all_to_all(ranks.data, _bytes(received), _bytes(partial))]
+            works = [all_to_all(ranks.group, _bytes(received), _bytes(partial))]
             if flags is not None:
                 mine = torch.frombuffer(flags, dtype=torch.uint8)
                 of_all = mine.new_empty(size, len(flags))
-                works.append(all_gather(ranks.small, _bytes(of_all), mine))
+                works.append(all_gather(ranks.group, _bytes(of_all), mine))
             self._finish(*works)
             self.sent_bytes += (size - 1) * out.numel() * partial.element_size()
             sum_in_rank_order(out, received.view(size, -1))
             if flags is not None:
-                self.announced_bytes += (size - 1) * len(flags)
                 for theirs in of_all:
                     mine.bitwise_or_(theirs)
 
-        n_flags = 0 if flags is None else len(flags)
-        return self._issue("reduce", what, f"{out.numel()} {partial.dtype}, {n_flags} flags", act)
+        return self._issue("reduce", what, f"{out.numel()} {partial.dtype}, {len(flags or ())} flags", act)
 
-    def agree(self, value: bytes, what: str, *, within_s: float = math.inf) -> list[bytes]:
-        """The values of all ranks, in their order; waits for them, and no longer than so: all calls of all ranks fail then."""
-        values: list[bytes] = []
+    def agree(self, value: _T, what: str, *, within_s: float = math.inf) -> list[_T]:
+        """The values of all ranks, in their order, by pickle; waits for them, and no longer than so: all calls of all ranks fail then."""
+        mine, values = pickle.dumps(value), list[bytes]()
 
         def act() -> None:
-            lengths = self._gather_bytes(len(value).to_bytes(8, "little"))
+            lengths = self._gather_bytes(len(mine).to_bytes(8, "little"))
             longest = max(int.from_bytes(length, "little") for length in lengths)
-            padded = self._gather_bytes(value.ljust(longest, b"\0"))
-            values.extend(
-                text[: int.from_bytes(length, "little")] for text, length in zip(padded, lengths, strict=True)
-            )
+            values.extend(self._gather_bytes(mine.ljust(longest, b"\0")))
 
         ticket, patience = self._issue("agree", what, "", act), Patience(within_s)
         while within_s < math.inf and not ticket.done:
             if patience.is_over:
-                reason = f"{self._me} was about to agree {what}, and the others were not within {within_s:g} s"
+                reason = f"{self.me} was about to agree {what}, and the others were not within {within_s:g} s"
                 raise self._failed(News((self._ranks.rank,), what, reason))
             time.sleep(_LONGEST_PAUSE_S)
         ticket.wait()
-        return values
+        return [pickle.loads(theirs) for theirs in values]  # noqa: S301  (of ranks of this program)
 
     def close(self, reason: str = "") -> None:
         """Takes part in nothing any more, and tells the others. Waits for nobody; what is under way fails."""
@@ -185,16 +182,16 @@ class Collectives:
         for end in ends:
             _set(end, StateError("communication between ranks is closed"))
         self._queue.put(None)
-        self._watch.leave("close()" if not reason else "exit", reason or f"{self._me} has closed its session")
+        self._watch.leave("close()" if not reason else "exit", reason or f"{self.me} has closed its session")
         self._thread.join(1)
-        self._ranks.close(abandons=bool(ends) or self.has_given_up)
+        self._ranks.close(abandons=bool(ends or self._given_up) or self._thread.is_alive())
         if self._ranks.rank > 0:
             atexit.unregister(self._leave_at_exit)
 
     def _leave_at_exit(self) -> None:
         error = getattr(sys, "last_value", None)
         how = f" after {type(error).__name__}: {error}" if error is not None else ""
-        self.close(f"{self._me} has ended{how}")
+        self.close(f"{self.me} has ended{how}")
         if self._ranks.rank == 0 and os.getpid() == self._process:
             time.sleep(2 * self._poll_s)  # the others read the news: the store ends with the process that holds it
 
@@ -222,27 +219,23 @@ class Collectives:
                 _set(end, error)
 
     def _run(self) -> None:
-        device = self._ranks.device
-        stream = None if device.type == "cpu" else torch.Stream(device)
-        with torch.no_grad(), one_thread_here(), stream or nullcontext():
+        with torch.no_grad(), one_thread_here():
             while (collective := self._queue.get()) is not None:
                 if not collective.end.done():
-                    self._do(collective, stream)
+                    self._do(collective)
 
-    def _do(self, collective: _Collective, stream: torch.Stream | None) -> None:
+    def _do(self, collective: _Collective) -> None:
         at = self._watch.position
         try:
             at.number, at.doing = collective.number, collective.text
             if collective.number > 0:
                 self._announce(collective)
             collective.act.pop()()  # what it read and wrote is let go of before whoever waits goes on
-            if stream is not None:
-                stream.synchronize()
         except BaseException as error:
             _set(collective.end, error)
             # Where it is of this rank alone, the others have to know.
             if not self._closed and self._watch.failure_of(collective.number) is None:
-                reason = f"{self._me} failed: {type(error).__name__}: {error}"
+                reason = f"{self.me} failed: {type(error).__name__}: {error}"
                 self._watch.note(News((self._ranks.rank,), collective.text, reason))
         else:
             at.done, at.doing = collective.number, ""
@@ -268,13 +261,10 @@ class Collectives:
         raise self._failed(News(odd, collective.text, reason))
 
     def _gather_bytes(self, row: bytes) -> list[bytes]:
-        """The bytes of all ranks, as many of each; none are sent where there are none."""
-        if not row:
-            return [row] * self._ranks.size
+        """The bytes of all ranks, as many of each, and not none."""
         mine = torch.frombuffer(bytearray(row), dtype=torch.uint8)
         rows = mine.new_empty(self._ranks.size, len(row))
-        self._finish(all_gather(self._ranks.small, _bytes(rows), mine))
-        self.announced_bytes += (self._ranks.size - 1) * len(row)
+        self._finish(all_gather(self._ranks.group, _bytes(rows), mine))
         return [theirs.numpy().tobytes() for theirs in rows]
 
     def _finish(self, *works: dist.Work) -> None:
@@ -324,16 +314,6 @@ class Collectives:
         error = self._watch.failure_of(sys.maxsize)
         assert error is not None
         return error
-
-
-def _gathered(ranks: Ranks, out: torch.Tensor, shard: torch.Tensor) -> list[dist.Work]:
-    if ranks.device.type != "cpu":
-        return [all_gather(ranks.data, out, shard)]
-    # As many bytes, and half of the time or less: gloo's gather copies all of it once more.
-    pieces = out.view(ranks.size, -1)
-    if pieces[ranks.rank].data_ptr() != shard.data_ptr():
-        pieces[ranks.rank].copy_(shard)
-    return [broadcast(ranks.data, piece, root) for root, piece in enumerate(pieces)]
 
 
 def sum_in_rank_order(out: torch.Tensor, pieces: torch.Tensor) -> None:

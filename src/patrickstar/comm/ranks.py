@@ -1,4 +1,4 @@
-"""The ranks of a process group: their store, and groups of our own over them."""
+"""The ranks of a process group: their store, and a group of our own over them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 
 from patrickstar.config.problems import refuse
-from patrickstar.errors import StateError, some
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Backend
+from patrickstar.errors import some
 
 _STORE_TIMEOUT = timedelta(seconds=10)
 
@@ -35,27 +31,20 @@ class Ranks:
 
     Attributes:
         rank, size: this one's place among them, and how many there are.
-        device: where the tensors are that they exchange.
         store: what they share from the start, asked over a connection of our own: nobody else's waiting holds it up. It gives up after seconds.
-        data, small: groups of our own, once they are open: of the device, and on the CPU. They stand in no list of torch's: others' groups may come
-            and go at the same time, in any order.
+        group: of our own, once it is open. It stands in no list of torch's: others' groups may come and go at the same time, in any order.
     """
 
-    data: Backend
-    small: Backend
+    group: dist.ProcessGroupGloo
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, device: torch.device | None = None) -> None:
-        if group is None:
-            if not dist.is_initialized():
-                raise StateError("there is no process group: call torch.distributed.init_process_group() first")
-            group = dist.group.WORLD
-            assert group is not None
-        self.rank, self.size = group.rank(), group.size()
-        self.device = device or torch.device("cpu")
-        self._members = dist.get_process_group_ranks(group)
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         world = dist.group.WORLD
-        assert world is not None
-        store, who = world.get_group_store(), f"patrickstar/{_digest(self._members)}"
+        assert world is not None, "there is no process group"
+        group = world if group is None else group
+        self.rank, self.size = group.rank(), group.size()
+        self._members = dist.get_process_group_ranks(group)
+        members = hashlib.sha256(str(self._members).encode()).hexdigest()[:16]
+        store, who = world.get_group_store(), f"patrickstar/{members}"
         # Each rank counts for itself how often it has been here with these: alike on all that do the same.
         name = f"{who}/{store.add(f'{who}/times/{self.rank}', 1)}"
         # Kept: where its server is in this process, it ends with its last user.
@@ -78,26 +67,16 @@ class Ranks:
         return f"rank{'s' * (len(numbers) > 1)} {some(list(map(str, numbers)), most=8)}"
 
     def open(self, *, timeout_s: float) -> None:
-        """Makes the groups, which takes all ranks, each in a thread that may be given up: it waits for the others."""
+        """Makes the group, which takes all ranks, each in a thread that may be given up: it waits for the others."""
         timeout = timedelta(seconds=timeout_s)
-        small, store = (dist.PrefixStore(name, self._store_to_open_with) for name in ("small", "data"))
-        self.small = dist.ProcessGroupGloo(small, self.rank, self.size, timeout=timeout)
-        if self.device.type == "cpu":
-            self.data = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=timeout)
-        else:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self.data = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+        self.group = dist.ProcessGroupGloo(self._store_to_open_with, self.rank, self.size, timeout=timeout)
 
     def close(self, *, abandons: bool) -> None:
-        """Ends the groups, or gives them up where something is still under way. Waits for nobody."""
-        for name in ("small", "data"):
-            group = vars(self).pop(name, None)
-            if abandons and group is not None:
-                # Kept for ever: its destructor waits for what is under way, until the timeout.
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-                if self.device.type != "cpu":
-                    group.abort()
+        """Ends the group, or gives it up where something is still under way. Waits for nobody."""
+        group = vars(self).pop("group", None)
+        if abandons and group is not None:
+            # Kept for ever: its destructor waits for what is under way, until the timeout.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def group_of(mesh: Any = None) -> dist.ProcessGroup | None:
@@ -125,7 +104,3 @@ def group_of(mesh: Any = None) -> dist.ProcessGroup | None:
     refuse(problems, of="manage")
     group: dist.ProcessGroup = mesh.get_group("dp")
     return group
-
-
-def _digest(members: Sequence[int]) -> str:
-    return hashlib.sha256(str(list(members)).encode()).hexdigest()[:16]

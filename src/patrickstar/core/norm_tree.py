@@ -80,10 +80,6 @@ def block_shares(start: int, stop: int, *, numel: int) -> Iterator[BlockShare]:
 def shares_by_rank(layout: ShardLayout, name: str) -> list[list[BlockShare]]:
     """Shares of all ranks in a tensor's blocks, each rank's in the order of its parts."""
     found: list[list[BlockShare]] = [[] for _ in range(layout.size)]
-    numel, width = layout.slices[name].numel, layout.chunk_numel
-    for _, start, stop, tensor_start in layout.whole.parts(name):
-        for rank in range(start // width, -(-stop // width)):
-            first, last = max(start, rank * width), min(stop, (rank + 1) * width)
-            since = tensor_start - start
-            found[rank] += block_shares(first + since, last + since, numel=numel)
+    for rank, (_, start, stop, at) in layout.cut(name):
+        found[rank] += block_shares(at, at + stop - start, numel=layout.slices[name].numel)
     return found

@@ -7,11 +7,12 @@ gathers the chunks of its *group*: those of its block, or those of what no block
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
-from patrickstar.core.layout import Layout, Run, Slice, Tile
+from patrickstar.core.layout import Layout, Part, Run, Slice, Tile
 from patrickstar.core.planes import WEIGHT, PlaneRef
 from patrickstar.errors import LayoutError
 
@@ -52,12 +53,16 @@ class ShardLayout(Layout):
 
     def tiles(self, label: str) -> tuple[Tile, ...]:
         """Places of those elements of a tensor that this rank has, one in each chunk."""
-        begin, found = self.rank * self.chunk_numel, list[Tile]()
+        own = (part for rank, part in self.cut(label) if rank == self.rank)
+        return tuple(Tile(part.chunk, part.start, part.tensor_start, part.stop - part.start) for part in own)
+
+    def cut(self, label: str) -> Iterator[tuple[int, Part]]:
+        """The parts of a tensor, in order, each with the rank that has it in its share of the chunk."""
         for chunk, start, stop, tensor_start in self.whole.parts(label):
-            first, last = max(start - begin, 0), min(stop - begin, self.chunk_numel)
-            if first < last:
-                found.append(Tile(chunk, first, tensor_start + first + begin - start, last - first))
-        return tuple(found)
+            for rank in range(start // self.chunk_numel, -(-stop // self.chunk_numel)):
+                begin = rank * self.chunk_numel
+                first, last = max(start - begin, 0), min(stop - begin, self.chunk_numel)
+                yield rank, Part(chunk, first, last, tensor_start + first + begin - start)
 
     def block_of(self, chunk: int) -> str:
         """The block whose tensors a chunk has; "" where they are of none."""
@@ -70,10 +75,6 @@ class ShardLayout(Layout):
     def weight_units(self, label: str) -> tuple[PlaneRef, ...]:
         """The shares of all chunks that are gathered where the tensor is used."""
         return tuple(PlaneRef(chunk, WEIGHT) for chunk in self.chunks_in[self.group(label)])
-
-    def units_of(self, block: str) -> tuple[PlaneRef, ...]:
-        """The shares of all chunks of a block."""
-        return tuple(PlaneRef(chunk, WEIGHT) for chunk in self.chunks_of[block])
 
     def block(self, label: str) -> str:
         """The block that a tensor is of; "" where it is of none."""

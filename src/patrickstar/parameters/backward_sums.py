@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class BackwardSums(dict[str, Tensor]):
-    """The sums so far of the backward that is under way, by parameter or tile."""
+    """Sums so far, by parameter or tile: of the backward that is under way, or of those that wait for other ranks."""
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Adds a part of a gradient to its sum; the first part becomes the sum."""

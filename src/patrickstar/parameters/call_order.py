@@ -12,38 +12,48 @@ The backward of a block begins with the first gradient of something that the blo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
-from typing import Protocol
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.trace import Touch
+from patrickstar.memory.lanes import Ticket
+
+_WIDENED_APART: Final = 1024  # elements
 
 
-class Gathered(Protocol):
-    """The weights of a block, gathered."""
+class Coming(NamedTuple):
+    """Weights of a group on their way. `arrives`: where they do, if that is not `whole`, which they are widened into."""
 
-    @property
-    def by_group(self) -> Mapping[str, Tensor]:
-        """1-D tensors, chunk after chunk."""
+    whole: Tensor
+    arrives: Tensor | None
+    tickets: Sequence[Ticket]
 
     def wait(self) -> None:
-        """Returns when they are there. Raises RankError where they will not be."""
+        """Returns when the weights are there."""
+        for ticket in self.tickets:
+            ticket.wait()
+        if self.arrives is not None:
+            _widen(self.whole, self.arrives)
 
 
-class Exchanging(Protocol):
-    """The one who gathers and reduces over ranks, or who writes down what that takes."""
+class BlockWeights(NamedTuple):
+    """The weights of a block, by group, of which some are on their way. `ours`: makes a context for our own operations."""
 
-    def gather(self, block: str) -> Gathered:
-        """Begins to gather the weights of a block."""
+    by_group: dict[str, Tensor]
+    coming: list[Coming]
+    ours: Callable[[], AbstractContextManager[None]]
 
-    def send(self, block: str) -> None:
-        """Begins to reduce the gradients of a block that have come."""
-
-    def receive(self) -> None:
-        """Takes this rank's shares of what was sent last, if anything was."""
+    def wait(self) -> None:
+        """Returns when all weights are there."""
+        with self.ours():
+            for coming in self.coming:
+                coming.wait()
+            self.coming.clear()
 
 
 class CallOrder:
@@ -51,6 +61,8 @@ class CallOrder:
 
     Args:
         names: of parameters, in the order in which a model has them.
+        gather: begins to gather a block's weights. send: begins to reduce its gradients that have come. receive: takes this rank's shares of what was
+            sent last, if anything was.
 
     Attributes:
         where: words for the use under way, where it is not one by a forward or a backward: all ranks have it, or none.
@@ -58,29 +70,30 @@ class CallOrder:
         next_blocks: the block that comes after another, in forwards and in backwards (True): in the model's order, until calls have shown another.
     """
 
-    def __init__(self, layout: ShardLayout, exchange: Exchanging, names: Iterable[str]) -> None:
+    def __init__(
+        self,
+        layout: ShardLayout,
+        names: Iterable[str],
+        *,
+        gather: Callable[[str], BlockWeights],
+        send: Callable[[str], None],
+        receive: Callable[[], None],
+    ) -> None:
         self._layout = layout
-        self._exchange = exchange
+        self._gather, self._send, self._receive = gather, send, receive
         self.where = ""
-        self.there: dict[str, Gathered] = {}
+        self.there: dict[str, BlockWeights] = {}
         self.blocks = tuple(dict.fromkeys(block for block in map(layout.block, names) if block))
         self.next_blocks = {(False, one): other for one, other in pairwise(self.blocks)}
         self.next_blocks |= {(True, other): one for one, other in pairwise(self.blocks)}
         self._last = (False, "")
-        self._coming: set[str] = set()
         self._in_backward = ""
         self._calls: dict[str, set[int]] = {}  # those of the last forward whose backward has not begun
 
     def use(self, touches: Iterable[Touch]) -> Sequence[Touch]:
         """Has the blocks of these weights there. What a use of them touches then: nothing."""
         for block in dict.fromkeys(self._layout.block_of(touch.ref.chunk) for touch in touches):
-            if block not in self.there:
-                if block:
-                    self._keep(block)
-                self._gather(block)
-            if block in self._coming:
-                self._coming.remove(block)
-                self.there[block].wait()
+            self._use(block)
         return ()
 
     def begin_forward(self) -> None:
@@ -105,13 +118,13 @@ class CallOrder:
         self._calls.get(block, set()).discard(call)
         left, self._in_backward = self._in_backward, block
         if left not in ("", block) and not self._calls.get(left):
-            self._exchange.receive()
-            self._exchange.send(left)
+            self._receive()
+            self._send(left)
         self._begin(block, in_backward=True)
 
     def end_backward(self) -> None:
         """Ends the backward: all that was sent has come when this returns, and nothing stays gathered."""
-        self._exchange.receive()
+        self._receive()
         self.next_blocks.pop(self._last, None)
         self._last, self._in_backward = (False, ""), ""
         self._calls.clear()
@@ -120,14 +133,14 @@ class CallOrder:
     def forget(self) -> None:
         """Notes that weights have other values, or are not needed."""
         self.there.clear()
-        self._coming.clear()
 
     def _use(self, block: str) -> None:
-        self.use([Touch(ref) for ref in self._layout.units_of(block)])
-
-    def _gather(self, block: str) -> None:
-        self.there[block] = self._exchange.gather(block)
-        self._coming.add(block)
+        if block not in self.there:
+            if block:
+                self._keep(block)
+            self.there[block] = self._gather(block)
+        if self.there[block].coming:
+            self.there[block].wait()
 
     def _begin(self, block: str, *, in_backward: bool) -> None:
         direction, last = self._last
@@ -141,9 +154,19 @@ class CallOrder:
         self._keep(block)
         ahead = self.next_blocks.get((in_backward, block), block)
         if ahead not in self.there and (not in_backward or self._calls.get(ahead)):
-            self._gather(ahead)
+            self.there[ahead] = self._gather(ahead)
 
     def _keep(self, block: str) -> None:
         """Lets go of all blocks but one."""
         self.there = {kept: weights for kept, weights in self.there.items() if kept in ("", block)}
-        self._coming &= self.there.keys()
+
+
+def _widen(whole: Tensor, narrow: Tensor) -> None:
+    """Writes 1-D elements of 2 bytes, which are the second half of the bytes of `whole`, as its elements of 4."""
+    start, numel = 0, whole.numel()
+    while start < numel:
+        # The first half of what is left lies before what it is made of.
+        stop = start + (numel - start) // 2 if numel - start > _WIDENED_APART else numel
+        piece = narrow[start:stop]
+        whole[start:stop].copy_(piece if stop < numel else piece.clone())
+        start = stop

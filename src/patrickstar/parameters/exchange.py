@@ -11,11 +11,10 @@ Source: sharding of model states is ZeRO's (Rajbhandari et al., 2020); by chunks
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +26,8 @@ from patrickstar.core.trace import Phase, Touch
 from patrickstar.memory.lanes import DONE, Ticket
 from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
-from patrickstar.parameters.call_order import CallOrder
+from patrickstar.parameters.call_order import BlockWeights, CallOrder, Coming
 from patrickstar.torch_private import backward_id
-
-_WIDENED_APART: Final = 1024  # elements
 
 
 class Nobody:
@@ -62,39 +59,6 @@ class Travel(NamedTuple):
     sent: torch.dtype = torch.float32
 
 
-IN_FP32: Final = Travel()
-
-
-class Coming(NamedTuple):
-    """Weights of a group on their way. `arrives`: where they do, if that is not `whole`, which they are widened into."""
-
-    whole: Tensor
-    arrives: Tensor | None
-    tickets: Sequence[Ticket]
-
-    def wait(self) -> None:
-        """Returns when the weights are there."""
-        for ticket in self.tickets:
-            ticket.wait()
-        if self.arrives is not None:
-            _widen(self.whole, self.arrives)
-
-
-class BlockWeights(NamedTuple):
-    """The weights of a block, by group, of which some are on their way. `ours`: makes a context for our own operations."""
-
-    by_group: dict[str, Tensor]
-    coming: list[Coming]
-    ours: Callable[[], AbstractContextManager[None]]
-
-    def wait(self) -> None:
-        """Returns when all weights are there."""
-        with self.ours():
-            for coming in self.coming:
-                coming.wait()
-            self.coming.clear()
-
-
 class Sent(NamedTuple):
     """A chunk of gradients on its way, of which this rank's share of the mean is there when `ticket` is done.
 
@@ -107,11 +71,11 @@ class Sent(NamedTuple):
     tensors: tuple[Tensor, Tensor]
 
 
-class Exchange(ABC):
-    """Makes whole weights of shards, and shards of gradients.
+class Exchange:
+    """Makes whole weights of shards, and shards of gradients. With `Nobody`: of a trial run.
 
     Attributes:
-        order: is told of calls, and says what is exchanged. binding: of the parameters, given once it is made.
+        order: is told of calls, and says what is exchanged. others: with whom. binding: of the parameters, given once it is made.
         take: adds this rank's shares of gradients of these parameters to those in chunks, given with it.
         came: gradients of the backward under way that no reduction has taken, by name.
         postpones: how many contexts say that gradients are not to be reduced. kept: those that wait for that, in fp32, by name.
@@ -132,11 +96,11 @@ class Exchange(ABC):
         self.layout = layout
         self._travel = travel
         self._moment = moment
-        self.order = CallOrder(layout, self, names)
+        self.order = CallOrder(layout, names, gather=self.gather, send=self.send, receive=self.receive)
         self.came = BackwardSums()
         self.postpones, self.has_waited = 0, False
-        self.kept: dict[str, Tensor] = {}
-        self._others = others
+        self.kept = BackwardSums()
+        self.others = others
         self._sent: list[Sent] = []
         self._sent_names: list[str] = []
         self._flags = bytearray()  # of these
@@ -144,21 +108,20 @@ class Exchange(ABC):
         for name in layout.slices:
             self._names_in.setdefault(layout.block(name), []).append(name)
 
-    # where this rank's shards are
-
-    @abstractmethod
-    def ours(self, nbytes: int = 0) -> AbstractContextManager[None]:
+    def ours(self, nbytes: int = 0) -> AbstractContextManager[None]:  # noqa: ARG002
         """A context for our own operations, and for so many bytes that they take for good."""
+        return torch.no_grad()
 
     # weights
 
     def gather(self, block: str) -> BlockWeights:
         """Begins to gather a block's groups: into what somebody still holds of them, if anybody does."""
         phase = Phase.FORWARD if backward_id() == -1 else Phase.BACKWARD
-        self._moment(phase, self._names_in[block][0], [Touch(unit) for unit in self.layout.units_of(block)])
+        units = [PlaneRef(chunk, WEIGHT) for chunk in self.layout.chunks_of[block]]
+        self._moment(phase, self._names_in[block][0], [Touch(unit) for unit in units])
         weights = BlockWeights({}, [], self.ours)
         with self.ours():
-            units = [self.binding.leases.take(unit) for unit in self.layout.units_of(block)]
+            taken = [self.binding.leases.take(unit) for unit in units]
             for group in dict.fromkeys(map(self.layout.group_of, self.layout.chunks_of[block])):
                 first = self.binding.access.parameters_in(group)[0]
                 held = self.binding.leases.living_copy(group)
@@ -168,7 +131,7 @@ class Exchange(ABC):
                     weights.coming.append(coming)
                 else:
                     coming.wait()  # nobody is to see what is not widened yet
-            del units  # none of which may leave while there is room made for copies
+            del taken  # none of which may leave while there is room made for copies
         return weights
 
     def make(self, group: str) -> Tensor:
@@ -182,7 +145,7 @@ class Exchange(ABC):
         for unit, piece in self.pieces(group, arrives):
             mine = self.mine(piece)
             mine.copy_(self.binding.leases.take(unit))
-            tickets.append(self._others.gather(piece, mine, f"{unit}{self.order.where}"))
+            tickets.append(self.others.gather(piece, mine, f"{unit}{self.order.where}"))
         return Coming(whole, None if arrives is whole else arrives, tickets)
 
     def mine(self, chunk: Tensor) -> Tensor:
@@ -210,11 +173,6 @@ class Exchange(ABC):
         """Bytes of gradients that wait to be reduced."""
         return sum(gradient.nbytes for gradient in self.kept.values())
 
-    def drop(self, names: Collection[str]) -> None:
-        """Forgets gradients that wait to be reduced."""
-        for name in self.kept.keys() & set(names):
-            del self.kept[name]
-
     def send(self, block: str) -> None:
         """Begins to reduce the gradients of a block that have come, each chunk with zeros where this rank has none."""
         if self.postpones:
@@ -241,9 +199,9 @@ class Exchange(ABC):
         with self.ours():
             gradients = self._ready(known)
             if self.postpones:
-                self.kept = gradients
+                self.kept.update(gradients)
                 return
-            of_all = self._others.agree(bytes(name in gradients for name in known), "gradients")
+            of_all = self.others.agree(bytes(name in gradients for name in known), "gradients")
             names = [name for name, *there in zip(known, *of_all, strict=True) if any(there)]
             self.take(names, _shares(self._reduce(range(self.layout.n_chunks), names, gradients)))
             self.has_waited = False
@@ -253,7 +211,7 @@ class Exchange(ABC):
         gradients = self.came.take(names)
         if not self.postpones and not self.kept:
             return gradients
-        waited = {name: self.kept.pop(name) for name in names if name in self.kept}
+        waited = self.kept.take(names)
         with self.ours(sum(4 * gradient.numel() for name, gradient in gradients.items() if name not in waited)):
             for name, gradient in gradients.items():
                 if name in waited:
@@ -289,7 +247,7 @@ class Exchange(ABC):
             if received is None or received.dtype is not mine.dtype:  # one after the other
                 received = torch.empty_like(mine)
             share = torch.empty(self.layout.chunk_numel, dtype=torch.float32, device=mine.device)
-            ticket = self._others.reduce(share, mine, received, f"c{chunk}", flags=flags)
+            ticket = self.others.reduce(share, mine, received, f"c{chunk}", flags=flags)
             yield Sent(chunk, share, ticket, (mine, received))
             flags = None
             del mine
@@ -307,14 +265,3 @@ def _shares(under_way: Iterable[Sent]) -> Iterator[tuple[int, Tensor]]:
             last.ticket.wait()
             yield last.chunk, last.share
         last = one
-
-
-def _widen(whole: Tensor, narrow: Tensor) -> None:
-    """Writes 1-D elements of 2 bytes, which are the second half of the bytes of `whole`, as its elements of 4."""
-    start, numel = 0, whole.numel()
-    while start < numel:
-        # The first half of what is left lies before what it is made of.
-        stop = start + (numel - start) // 2 if numel - start > _WIDENED_APART else numel
-        piece = narrow[start:stop]
-        whole[start:stop].copy_(piece if stop < numel else piece.clone())
-        start = stop

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from types import MappingProxyType
@@ -60,8 +59,8 @@ def expect_alike(
         "the optimizer's state": str({name: state.step for name, state in states.items()})
         + _digest(moment for state in states.values() for moment in (state.exp_avg, state.exp_avg_sq)),
     }
-    mine = json.dumps({name: hashlib.sha256(fact.encode()).hexdigest() for name, fact in facts.items()})
-    of_all = [json.loads(text) for text in collectives.agree(mine.encode(), "what manage() was given")]
+    mine = {name: hashlib.sha256(fact.encode()).hexdigest() for name, fact in facts.items()}
+    of_all = collectives.agree(mine, "what manage() was given")
     ranks = collectives.ranks
     for name in facts:
         others = tuple(rank for rank, theirs in enumerate(of_all) if theirs[name] != of_all[0][name])

@@ -69,8 +69,7 @@ def assemble(
     try:
         return _assembled(model, optimizer, memory, collectives, make_lane=make_lane, choice=choice)
     except BaseException as error:
-        who = collectives.ranks.names([collectives.ranks.rank])
-        collectives.close(f"{who}: manage() has ended with {type(error).__name__}: {error}")
+        collectives.close(f"{collectives.me}: manage() has ended with {type(error).__name__}: {error}")
         if isinstance(error, BudgetError):
             raise of_machine(error, error.smallest_bytes, collectives.ranks.local_size) from None
         raise

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from patrickstar.core.layout import Part
+from patrickstar.core.layout import Layout, Part
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.parameters.bound import BoundParameter
@@ -34,9 +34,10 @@ class Kept(NamedTuple):
 class _Rounds:
     """Rounds that are left, each the chunks that ranks are sent, if they need one.
 
-    `wanted`: plane and name of all that is read. `there`: what has come, as `received`.
+    `whole`: the layout of all ranks together. `wanted`: plane and name of all that is read. `there`: what has come, as `received`.
     """
 
+    whole: Layout
     left: Iterator[tuple[PlaneRef | None, ...]]
     wanted: frozenset[tuple[str, str]]
     shares: Tensor
@@ -83,11 +84,19 @@ class Delivery:
         if collectives is None or not isinstance(layout, ShardLayout):
             yield
             return
-        needed = [[ref for ref, _ in groupby(chain.from_iterable(map(self._chunks, own)))] for own in names]
-        shares = torch.zeros(layout.size, layout.chunk_numel, device=collectives.ranks.device)
-        wanted = frozenset((one.plane, one.bound.name) for one in self.sources.values() if isinstance(one, Kept))
+        kept = {name: source for name, source in self.sources.items() if isinstance(source, Kept)}
+        chunks = {
+            name: [PlaneRef(part.chunk, plane) for part in layout.whole.parts(bound.name)]
+            for name, (plane, bound) in kept.items()
+        }
+        needed = [
+            [ref for ref, _ in groupby(chain.from_iterable(chunks.get(name, ()) for name in own))] for own in names
+        ]
+        shares = torch.zeros(layout.size, layout.chunk_numel)
+        wanted = frozenset((plane, bound.name) for plane, bound in kept.values())
         with self.parts.executor.room.making(2 * shares.nbytes):
-            self._rounds = rounds = _Rounds(zip_longest(*needed), wanted, shares, torch.empty_like(shares).view(-1))
+            received = torch.empty_like(shares).view(-1)
+            self._rounds = rounds = _Rounds(layout.whole, zip_longest(*needed), wanted, shares, received)
             try:
                 yield
             except Exception as error:
@@ -98,21 +107,10 @@ class Delivery:
         if rounds.problem is not None:
             raise rounds.problem
 
-    def _chunks(self, name: str) -> list[PlaneRef]:
-        """The chunks that a tensor's values lie in, in order."""
-        source = self.sources[name]
-        if isinstance(source, Tensor):
-            return []
-        return [PlaneRef(part.chunk, source.plane) for part in self._whole_parts(source.bound.name)]
-
-    def _whole_parts(self, name: str) -> tuple[Part, ...]:
-        assert isinstance(self.parts.layout, ShardLayout)
-        return self.parts.layout.whole.parts(name)
-
     def _sent(self, name: str, plane: str) -> Iterator[Tensor]:
         rounds = self._rounds
         assert rounds is not None
-        for chunk, start, stop, _ in self._whole_parts(name):
+        for chunk, start, stop, _ in rounds.whole.parts(name):
             while rounds.there != PlaneRef(chunk, plane):
                 self._send(rounds, next(rounds.left))
             yield rounds.received[start:stop].cpu()

@@ -151,7 +151,9 @@ class Saving:
         )
         buffers = persistent_buffers(self.parts.model)
         found = [_saved(WEIGHT, bound) for bound in bound_in_order]
-        found += [_buffer(f"buffer/{name}", buffer) for name, buffer in buffers.items()]
+        for name, buffer in buffers.items():
+            entry = TensorEntry(f"buffer/{name}", buffer.dtype, tuple(buffer.shape), "buffers")
+            found.append(_Saved(entry, buffer))
         found += [_saved(plane, bound) for plane in _MOMENTS for bound in bound_in_order if bound.name in updated]
         return {saved.entry.name: saved for saved in found}
 
@@ -254,7 +256,3 @@ def _saved(plane: str, bound: BoundParameter) -> _Saved:
     stem = "weights" if plane == WEIGHT else "moments"
     entry = TensorEntry(f"{plane}/{bound.name}", torch.float32, tuple(bound.shape_only.shape), stem)
     return _Saved(entry, Kept(plane, bound))
-
-
-def _buffer(name: str, buffer: Tensor) -> _Saved:
-    return _Saved(TensorEntry(name, buffer.dtype, tuple(buffer.shape), "buffers"), buffer)

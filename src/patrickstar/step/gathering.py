@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
+from itertools import chain, groupby
 
 import torch
 from torch import Tensor
@@ -56,8 +56,7 @@ class Gathering(Exchange):
         """The refusal of a forward, with the budget that is enough on all ranks. None goes on with it: each has refused it, too, or fails."""
         enough = refusal.smallest_bytes
         with suppress(RankError):
-            of_all = self.collectives.agree(b"%d" % enough, "on no forward: it does not fit")
-            enough = max(map(int, of_all))
+            enough = max(self.collectives.agree(enough, "on no forward: it does not fit"))
         return of_machine(refusal, enough, self.collectives.ranks.local_size)
 
     @contextmanager
@@ -94,21 +93,20 @@ class Gathering(Exchange):
 
     def assemble(self, name: str, mine: Iterable[Tensor], flat: Tensor) -> None:
         """Writes what ranks have of a parameter, in a plane, into a 1-D fp32 tensor in slot order. `mine`: this rank's pieces, in order."""
-        parts = {part.chunk: part for part in self.layout.parts(name)}
-        own, at = torch.cat([piece.clone() for piece in mine] or [torch.empty(0)]), 0
-        for chunk, start, stop, begin in self.layout.whole.parts(name):
-            share = torch.zeros(self.layout.chunk_numel)
-            if (part := parts.get(chunk)) is not None:
-                share[part.start : part.stop].copy_(own[at : at + part.stop - part.start])
-                at += part.stop - part.start
-            whole = torch.empty(self.layout.whole.chunk_numel)
-            self.collectives.gather(whole, share, f"c{chunk} of {name}").wait()
-            flat[begin : begin + stop - start].copy_(whole[start:stop])
+        own = torch.cat([piece.clone() for piece in mine] or [torch.empty(0)])
+        for chunk, cut in groupby(self.layout.cut(name), lambda one: one[1].chunk):
+            places = {rank: slice(at, at + stop - start) for rank, (_, start, stop, at) in cut}
+            share = torch.zeros(max(place.stop - place.start for place in places.values()))
+            if (place := places.get(self.layout.rank)) is not None:
+                share[: place.stop - place.start], own = own.tensor_split([place.stop - place.start])
+            of_all = torch.empty(self.layout.size, len(share))
+            self.collectives.gather(of_all.view(-1), share, f"c{chunk} of {name}").wait()
+            for rank, place in places.items():
+                flat[place] = of_all[rank, : place.stop - place.start]
 
     def of_any(self, names: Collection[str]) -> list[str]:
         """The parameters that any rank names, those of the first rank first: alike on all."""
-        of_all = self.collectives.agree(json.dumps(list(names)).encode(), "overflowed gradients")
-        return list(dict.fromkeys(name for named in of_all for name in json.loads(named)))
+        return list(dict.fromkeys(chain.from_iterable(self.collectives.agree(names, "overflowed gradients"))))
 
     def stepped(self, hypers: Mapping[str, Hyper]) -> None:
         """Notes a step, which all ranks must have taken alike by the next collective: with the same learning rates, say."""

@@ -14,7 +14,7 @@ from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.formats import FP32, Formats, PlaneFormat, bf16_formats, fp16_formats
 from patrickstar.core.layout import Layout
 from patrickstar.errors import ConfigError
-from patrickstar.parameters.exchange import IN_FP32, Travel
+from patrickstar.parameters.exchange import Travel
 from patrickstar.step.resources import Resources
 
 _TYPES: Final = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
@@ -40,7 +40,7 @@ class Precision:
     copies: bool = False
     rounding: torch.dtype | None = None
     scales: bool = False
-    travel: Travel = IN_FP32
+    travel: Travel = Travel()  # noqa: RUF009  (frozen)
 
     def parameter_dtypes(self, layout: Layout) -> Mapping[str, torch.dtype]:
         """The types of parameters while they are managed, by name."""

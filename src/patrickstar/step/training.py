@@ -135,7 +135,7 @@ class Training(ABC):
         if self.sums:
             self.sums.drop(label for name in wanted for label in (name, *self.layout.leaves(name)))
         if self.gathering is not None:
-            self.gathering.drop(wanted)
+            self.gathering.kept.drop(wanted)
         if set_to_none:
             self.in_chunks.drop(wanted)
             self.binding.gradients.forget_own(wanted)

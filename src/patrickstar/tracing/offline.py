@@ -26,7 +26,7 @@ from patrickstar.core.trace import Trace
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.blocks import Blocks, NotInBlocksError
 from patrickstar.parameters.changes import UnseenChangeError
-from patrickstar.parameters.exchange import IN_FP32, Travel
+from patrickstar.parameters.exchange import Travel
 from patrickstar.parameters.saved import WeightChangedError
 from patrickstar.parameters.transforms import tensors_in
 from patrickstar.plan.fit import minimum_bytes
@@ -99,7 +99,7 @@ class OfflineTracer:
     on_device: bool = False
     compute: torch.dtype = torch.float32
     next_blocks: Mapping[tuple[bool, str], str] = field(default_factory=dict)
-    travel: Travel = IN_FP32
+    travel: Travel = Travel()  # noqa: RUF009  (frozen)
 
     def foresee(
         self,
@@ -221,7 +221,7 @@ class OfflineTracer:
                 owner.recorder.trace(),
                 operations.values.branches,
                 self._why_by_use(owner, touches if with_backward else None),
-                0 if owner.over_ranks is None else owner.over_ranks.nobody.sent_bytes,
+                0 if owner.over_ranks is None else owner.over_ranks.others.sent_bytes,
             )
 
     def _why_by_use(self, owner: Twin, touches: Touches | None) -> str:

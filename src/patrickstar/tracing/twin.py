@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -55,13 +54,15 @@ class Twin(Owner):
         self._updated: set[str] = set()
         self._last: Sequence[Touch] = ()  # of the last moment
         self.changes_copies = False
-        self.over_ranks: TwinOfRanks | None = None
+        self.over_ranks: Exchange | None = None
 
     def order_over_ranks(self, next_blocks: Mapping[tuple[bool, str], str], travel: Travel) -> CallOrder | None:
         """The order that is told of calls, where there are several ranks. `next_blocks`: as far as calls have shown."""
         assert self.binding is not None
         if isinstance(self.touches.layout, ShardLayout):
-            self.over_ranks = TwinOfRanks(self, self.binding, self.touches.layout, travel)
+            layout = self.touches.layout
+            self.over_ranks = Exchange(layout, self.binding.by_name, Nobody(layout.size), travel, self.moment)
+            self.over_ranks.binding, self.over_ranks.take = self.binding, self._take
             self.over_ranks.order.next_blocks |= next_blocks
             self._sums = self.over_ranks.came
         return None if self.over_ranks is None else self.over_ranks.order
@@ -74,13 +75,12 @@ class Twin(Owner):
             if label in self._updated:
                 raise NotInBlocksError(f"{label} is used after its gradient has come")
             self._notice_backward()
-        self.moment(self._phase(), label, self._own(touches))
+        own = touches if self.over_ranks is None else self.over_ranks.order.use(touches)
+        self.moment(self._phase(), label, own)
 
     def unpack(self, label: str, touches: Sequence[Touch]) -> None:
-        self.moment(Phase.BACKWARD, label, self._own(touches))
-
-    def _own(self, touches: Sequence[Touch]) -> Sequence[Touch]:
-        return touches if self.over_ranks is None else self.over_ranks.order.use(touches)
+        own = touches if self.over_ranks is None else self.over_ranks.order.use(touches)
+        self.moment(Phase.BACKWARD, label, own)
 
     def moment(self, phase: Phase, label: str, touches: Sequence[Touch]) -> None:
         self.recorder.moment(phase, label, touches, self.leases.held())
@@ -160,26 +160,13 @@ class Twin(Owner):
             if not in_block or touches != self._last:
                 self.moment(Phase.BACKWARD, name, touches)
 
-    def has_gradient(self, name: str) -> bool:  # noqa: ARG002
-        raise CannotTrace("the forward reads gradients")
-
-
-class TwinOfRanks(Exchange):
-    """An exchange with ranks that are not there: what it takes is written down."""
-
-    def __init__(self, twin: Twin, binding: Binding, layout: ShardLayout, travel: Travel) -> None:
-        self.nobody = Nobody(layout.size)
-        super().__init__(layout, binding.by_name, self.nobody, travel, twin.moment)
-        self.binding = binding
-
-    def take(self, names: Collection[str], shares: Iterable[tuple[int, Tensor]]) -> None:
-        """Writes down what is touched where shares of gradients are added."""
+    def _take(self, names: Collection[str], shares: Iterable[tuple[int, Tensor]]) -> None:
+        """Writes down what is touched where this rank's shares of gradients are added."""
         wanted = set(names)
         for chunk, _ in shares:
-            label = next((piece.name for piece in self.layout.tensors_in(chunk) if piece.name in wanted), None)
+            label = next((piece.name for piece in self.touches.layout.tensors_in(chunk) if piece.name in wanted), None)
             if label is not None:
-                self._moment(Phase.BACKWARD, label, [Touch(PlaneRef(chunk, GRAD), True)])
+                self.moment(Phase.BACKWARD, label, [Touch(PlaneRef(chunk, GRAD), True)])
 
-    def ours(self, nbytes: int = 0) -> AbstractContextManager[None]:  # noqa: ARG002
-        """A context without a meaning."""
-        return torch.no_grad()
+    def has_gradient(self, name: str) -> bool:  # noqa: ARG002
+        raise CannotTrace("the forward reads gradients")
