@@ -146,11 +146,11 @@ RANKS: tuple[Mutant, ...] = (
     ),
     Fault("a model that DDP calls is called", "step.events:Events.before_forward").by(
         drop("expect_no_wrapper"),
-        f"{WRAPPED}[DistributedDataParallel-True-Sequential was called by DistributedDataParallel]",
+        f"{WRAPPED}[before]",
     ),
     Fault("DDP is given a model that lies in chunks", "parameters.attributes:Attributes._detach").by(
         drop("expect_no_wrapper"),
-        f"{WRAPPED}[DistributedDataParallel-False-by DistributedDataParallel, around a managed model]",
+        f"{WRAPPED}[after]",
     ),
     Fault("what stays fp32 whole is gathered with the rest", "core.shard_layout:ShardLayout.group_of").by(
         replace("self.is_whole(chunk)", "False"),

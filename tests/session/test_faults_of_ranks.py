@@ -101,7 +101,7 @@ def alone(rank: int, act: Act, pause_s: float) -> None:
         (in_forward, Mine),
         (in_backward, Mine),
         (in_step, Mine),
-        (killed, Ended),
+        pytest.param(killed, Ended, marks=pytest.mark.campaign),
         (killed_in_forward, Ended),
         (interrupted, KeyboardInterrupt),
         (interrupted_as_it_waits, KeyboardInterrupt),
@@ -145,8 +145,8 @@ def alike(rank: int) -> tuple[Tensor, Tensor]:
     return read, model[0][0].weight.detach()
 
 
-def test_an_exception_that_all_ranks_have_leaves_the_weights(three: Team) -> None:
-    for read, left in all_well(three.run(alike)):
+def test_an_exception_that_all_ranks_have_leaves_the_weights(two: Team) -> None:
+    for read, left in all_well(two.run(alike)):
         assert torch.equal(read, left)
 
 
@@ -261,8 +261,8 @@ def odd(rank: int, act: Act) -> tuple[str, int]:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_rank_that_does_something_else_is_an_error_on_all(three: Team, act: Act, said: str, taken: int) -> None:
-    answers = three.run(odd, act)
+def test_a_rank_that_does_something_else_is_an_error_on_all(two: Team, act: Act, said: str, taken: int) -> None:
+    answers = two.run(odd, act)
     for text, steps in all_well(answers):
         assert "ranks were about to do different things, and nothing was exchanged" in text
         assert "rank 1: " in text
@@ -289,9 +289,9 @@ def weights_of(session: Any) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in session.state_dict().items()}
 
 
-def test_a_step_while_gradients_are_not_averaged_is_refused_and_may_be_taken_later(three: Team) -> None:
-    want = plain("mlp", 3)["weights"]
-    for found in all_well(three.run(postpones_its_step)):
+def test_a_step_while_gradients_are_not_averaged_is_refused_and_may_be_taken_later(two: Team) -> None:
+    want = plain("mlp", 2)["weights"]
+    for found in all_well(two.run(postpones_its_step)):
         assert all(torch.equal(found[name], value) for name, value in want.items())
 
 
@@ -332,9 +332,9 @@ def give(model: nn.Module, gradients: list[tuple[Tensor, ...]]) -> None:
         parameter.grad = sum(others, first) * (1.0 / len(gradients))
 
 
-def test_a_gradient_that_is_assigned_is_refused_and_may_be_changed_in_place(three: Team) -> None:
-    want = changed_in_place(3).state_dict()
-    for found in all_well(three.run(assigns)):
+def test_a_gradient_that_is_assigned_is_refused_and_may_be_changed_in_place(two: Team) -> None:
+    want = changed_in_place(2).state_dict()
+    for found in all_well(two.run(assigns)):
         assert all(torch.equal(found[name], value) for name, value in want.items())
 
 
@@ -520,14 +520,14 @@ def too_large(rank: int, host_memory: int, rows: tuple[int, ...]) -> tuple[int, 
         return 0, True
 
 
-def test_a_budget_refused_on_all_ranks_says_which_is_enough(three: Team) -> None:
-    rows = (8192,) * 3
-    answers = all_well(three.run(too_large, 3 << 20, rows))
+def test_a_budget_refused_on_all_ranks_says_which_is_enough(two: Team) -> None:
+    rows = (8192,) * 2
+    answers = all_well(two.run(too_large, 2 << 20, rows))
     smallest = {nbytes for nbytes, _ in answers}
     assert len(smallest) == 1
     assert all(goes_on for _, goes_on in answers)
-    assert min(smallest) > 3 << 20
-    assert all_well(three.run(too_large, min(smallest), rows)) == [(0, True)] * 3
+    assert min(smallest) > 2 << 20
+    assert all_well(two.run(too_large, min(smallest), rows)) == [(0, True)] * 2
 
 
 def test_a_budget_refused_on_one_rank_is_refused_on_all(three: Team) -> None:
