@@ -17,7 +17,7 @@ TIERS = {
 
 @pytest.fixture
 def precision(request, monkeypatch):
-    """The flags of a kind (what weights are kept in, and what they compute in where that is another type), on a processor that is as fast as it needs."""
+    """The flags of a kind (what weights are kept in, and what computes where that is another), on a processor as fast as that needs."""
     kept, _, wide = request.param.partition("-")
     if kept != "fp32":
         monkeypatch.setattr(f"patrickstar.step.resources.computes_{kept}", lambda: not wide)
@@ -39,7 +39,17 @@ def precision(request, monkeypatch):
         pytest.param("bf16", ["--step", "in_backward"], marks=pytest.mark.campaign),
     ],
     indirect=["precision"],
-    ids=["fp32", "bf16", "bf16-fp32", "fp16", "fp16-fp32", "bf16-accumulated", "fp16-accumulated", "fp32-in-backward", "bf16-in-backward"],
+    ids=[
+        "fp32",
+        "bf16",
+        "bf16-fp32",
+        "fp16",
+        "fp16-fp32",
+        "bf16-accumulated",
+        "fp16-accumulated",
+        "fp32-in-backward",
+        "bf16-in-backward",
+    ],
 )
 def test_a_run_fits_in_the_smallest_budget_and_less_is_refused_with_the_numbers(
     runs, capsys, monkeypatch, precision, tier, more

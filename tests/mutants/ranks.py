@@ -94,7 +94,7 @@ RANKS: tuple[Mutant, ...] = (
         drop("add_"), f"{BITS}[2 ranks-mlp-3-None-False-arguments2]"
     ),
     Fault("gradients of what no block owns go with the next block", "parameters.exchange:Exchange.send").by(
-        replace("self._ready(names)", "self._ready(list(self.layout.slices))"), of_a_row("held")
+        replace("self._ready(names)", "self._ready(list(self.layout.slices))"), of_a_row("function-none-x4")
     ),
     Fault("a block is sent when its own backward begins", "parameters.call_order:CallOrder.begin_backward").by(
         replace("self._exchange.send(left)", "self._exchange.send(block)"), f"{ORDER}::test_{STEP}"
@@ -221,7 +221,8 @@ RANKS: tuple[Mutant, ...] = (
         replace("rounds.there != PlaneRef(chunk, plane)", "rounds.there is None"), RESUMED
     ),
     Fault("all ranks write their own buffers", "session.saving:Saving._writers").by(
-        replace("frozenset(buffers)", "frozenset()"), f"{SAVED}::test_an_export_by_all_ranks_loads_with_equal_logits_and_has_the_buffers_of_rank_0"
+        replace("frozenset(buffers)", "frozenset()"),
+        f"{SAVED}::test_an_export_by_all_ranks_loads_with_equal_logits_and_has_the_buffers_of_rank_0",
     ),
     Fault("one rank writes all", "comm.all_ranks:share_out").by(
         replace("min(has)", "has[0]"),

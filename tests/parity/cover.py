@@ -71,7 +71,7 @@ def ranks() -> list[Row]:
 
 
 def few_ranks(rows: Sequence[Row]) -> list[Row]:
-    """Of these, some that have every number of ranks, precision, budget and kind of machine, with and without clipping and `no_sync`: of quick models."""
+    """Of these, a few, of quick models, that have every number of ranks, precision, budget and kind of machine, clipping and `no_sync` or not."""
     quick = ("scalars", "function", "tied", "conv")
     few = sorted((row for row in rows if row.model in quick), key=lambda row: quick.index(row.model))
     return cover(few, every(*((name,) for name in ("world", "precision", "budget", "tier", "clipping", "no_sync"))))

@@ -23,7 +23,7 @@ from tests.ranks import Ended, Team, all_well, kill_me
 from tests.session.test_ranks import DEFAULTS, build, inputs, loss_of, mlp, plain
 
 TORCH = torch.__version__
-Act = Callable[[nn.Module, Any, int], None]
+Act = Callable[[nn.Module, Any, int], object]
 
 
 @contextmanager
@@ -51,46 +51,39 @@ def raises(*_: object) -> None:
     raise Mine
 
 
-def in_forward(model: nn.Module, session: Any, rank: int) -> None:
-    model[2].register_forward_hook(raises)
+def hooked(
+    model: nn.Module, session: Any, rank: int, register: Callable[..., object], hook: Callable[..., Any]
+) -> None:
+    register(hook)
     step(model, session, rank, 1)
 
 
-def killed(model: nn.Module, session: Any, rank: int) -> None:
-    kill_me()
-
-
-def killed_in_forward(model: nn.Module, session: Any, rank: int) -> None:
-    model[2].register_forward_hook(lambda *_: kill_me())
-    step(model, session, rank, 1)
-
-
-def in_backward(model: nn.Module, session: Any, rank: int) -> None:
-    model[2].register_full_backward_hook(raises)
-    step(model, session, rank, 1)
-
-
-def in_step(model: nn.Module, session: Any, rank: int) -> None:
-    session.optimizer.register_step_pre_hook(raises)
-    step(model, session, rank, 1)
-
-
-def interrupted(model: nn.Module, session: Any, rank: int) -> None:
-    model[2].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    step(model, session, rank, 1)
+def interrupt(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def interrupted_as_it_waits(model: nn.Module, session: Any, rank: int) -> None:
-    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    threading.Timer(0.3, interrupt).start()
     session.state_dict()["0.0.weight"]
 
 
-def alone(rank: int, act: Act, pause_s: float) -> None:
+ENDS: dict[str, Act] = {
+    "in_forward": lambda m, s, r: hooked(m, s, r, m[2].register_forward_hook, raises),
+    "in_backward": lambda m, s, r: hooked(m, s, r, m[2].register_full_backward_hook, raises),
+    "in_step": lambda m, s, r: hooked(m, s, r, s.optimizer.register_step_pre_hook, raises),
+    "killed": lambda m, s, r: kill_me(),
+    "killed_in_forward": lambda m, s, r: hooked(m, s, r, m[2].register_forward_hook, lambda *_: kill_me()),
+    "interrupted": lambda m, s, r: hooked(m, s, r, m[2].register_forward_hook, interrupt),
+    "interrupted_as_it_waits": interrupted_as_it_waits,
+}
+
+
+def alone(rank: int, act: str) -> None:
     with managed() as (model, session):
         step(model, session, rank, 0)
         if rank == 1:
-            act(model, session, rank)
-        time.sleep(pause_s)
+            ENDS[act](model, session, rank)
+        time.sleep(1.0 if act == "interrupted_as_it_waits" else 0.0)
         step(model, session, rank, 1)
         step(model, session, rank, 2)
 
@@ -98,24 +91,23 @@ def alone(rank: int, act: Act, pause_s: float) -> None:
 @pytest.mark.parametrize(
     ("act", "raised"),
     [
-        (in_forward, Mine),
-        (in_backward, Mine),
-        (in_step, Mine),
-        pytest.param(killed, Ended, marks=pytest.mark.campaign),
-        (killed_in_forward, Ended),
-        (interrupted, KeyboardInterrupt),
-        (interrupted_as_it_waits, KeyboardInterrupt),
+        ("in_forward", Mine),
+        ("in_backward", Mine),
+        ("in_step", Mine),
+        pytest.param("killed", Ended, marks=pytest.mark.campaign),
+        ("killed_in_forward", Ended),
+        ("interrupted", KeyboardInterrupt),
+        ("interrupted_as_it_waits", KeyboardInterrupt),
     ],
-    ids=lambda value: getattr(value, "__name__", None),
 )
-def test_what_ends_one_rank_is_an_error_on_all(three: Team, act: Act, raised: type) -> None:
-    answers = three.run(alone, act, 2.0 if act is interrupted_as_it_waits else 0.0)
+def test_what_ends_one_rank_is_an_error_on_all(three: Team, act: str, raised: type) -> None:
+    answers = three.run(alone, act)
     assert isinstance(answers.pop(1), raised)
     for error in answers:
         assert isinstance(error, RankError), error
         if raised is Ended:
             assert error.ranks == (1,)
-        elif act is not interrupted_as_it_waits:
+        elif act != "interrupted_as_it_waits":
             assert f"rank 1: agree close after {raised.__name__}" in str(error)
 
 
@@ -153,60 +145,17 @@ def test_an_exception_that_all_ranks_have_leaves_the_weights(two: Team) -> None:
 # what one rank does that the others do not
 
 
-def forward(model: nn.Module, session: Any, rank: int) -> None:
-    loss_of(model, rank, 1)
-
-
-def evaluation(model: nn.Module, session: Any, rank: int) -> None:
+def evaluates_alone(model: nn.Module, session: Any, rank: int) -> None:
     with torch.no_grad():
         loss_of(model, rank, 1)
 
 
-def blocks_by_hand(order: tuple[int, ...]) -> Act:
-    def act(model: nn.Module, session: Any, rank: int) -> None:
-        x = inputs(rank, 1, 0)
-        for number in order:
-            x = model[number](x)
-        x.square().mean().backward()
-        session.optimizer.step()
-
-    return act
-
-
-def left_out(model: nn.Module, session: Any, rank: int) -> None:
-    blocks_by_hand((0, 1, 3))(model, session, rank)
-
-
-def swapped(model: nn.Module, session: Any, rank: int) -> None:
-    blocks_by_hand((0, 2, 1, 3))(model, session, rank)
-
-
-def twice(model: nn.Module, session: Any, rank: int) -> None:
-    blocks_by_hand((0, 1, 2, 1, 3))(model, session, rank)
-
-
-def another_batch(model: nn.Module, session: Any, rank: int) -> None:
-    step(model, session, rank, 1)
-
-
-def reads_a_weight(model: nn.Module, session: Any, rank: int) -> None:
-    model[0][0].weight.sum().item()
-
-
-def reads_the_state_dict(model: nn.Module, session: Any, rank: int) -> None:
-    session.state_dict()["0.0.weight"]
-
-
-def reads_a_moment(model: nn.Module, session: Any, rank: int) -> None:
-    session.optimizer.state[model[0][0].weight]["exp_avg"].sum().item()
-
-
-def skips_its_step(model: nn.Module, session: Any, rank: int) -> None:
-    session.optimizer.step = lambda: None  # as `if not torch.isfinite(loss): continue` does
-
-
-def another_rate(model: nn.Module, session: Any, rank: int) -> None:
-    session.optimizer.param_groups[0]["lr"] = 0.5  # as a scheduler does that looks at this rank's loss
+def calls_blocks(model: nn.Module, session: Any, rank: int, order: tuple[int, ...]) -> None:
+    x = inputs(rank, 1, 0)
+    for number in order:
+        x = model[number](x)
+    x.square().mean().backward()
+    session.optimizer.step()
 
 
 def keeps_its_gradients(model: nn.Module, session: Any, rank: int) -> None:
@@ -214,18 +163,32 @@ def keeps_its_gradients(model: nn.Module, session: Any, rank: int) -> None:
         loss_of(model, rank, 1).backward()
 
 
-def leaves(model: nn.Module, session: Any, rank: int) -> None:
-    session.close()
+ODD: dict[str, Act] = {
+    "forward": lambda m, s, r: loss_of(m, r, 1),
+    "evaluation": evaluates_alone,
+    "left_out": lambda m, s, r: calls_blocks(m, s, r, (0, 1, 3)),
+    "swapped": lambda m, s, r: calls_blocks(m, s, r, (0, 2, 1, 3)),
+    "twice": lambda m, s, r: calls_blocks(m, s, r, (0, 1, 2, 1, 3)),
+    "another_batch": lambda m, s, r: step(m, s, r, 1),
+    "reads_a_weight": lambda m, s, r: m[0][0].weight.sum().item(),
+    "reads_the_state_dict": lambda m, s, r: s.state_dict()["0.0.weight"],
+    "reads_a_moment": lambda m, s, r: s.optimizer.state[m[0][0].weight]["exp_avg"].sum().item(),
+    # As `if not torch.isfinite(loss): continue` does, and a scheduler that looks at this rank's loss.
+    "skips_its_step": lambda m, s, r: setattr(s.optimizer, "step", lambda: None),
+    "another_rate": lambda m, s, r: s.optimizer.param_groups[0].update(lr=0.5),
+    "keeps_its_gradients": keeps_its_gradients,
+    "leaves": lambda m, s, r: s.close(),
+}
 
 
-def odd(rank: int, act: Act) -> tuple[str, int]:
+def odd(rank: int, act: str) -> tuple[str, int]:
     """What the error says, and how many steps this rank has taken after the first one."""
     taken = 0
     try:
         with managed() as (model, session):
             step(model, session, rank, 0)
             if rank == 1:
-                act(model, session, rank)
+                ODD[act](model, session, rank)
             try:
                 for number in (1, 2):
                     step(model, session, rank, number)
@@ -245,23 +208,22 @@ def odd(rank: int, act: Act) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("act", "said", "taken"),
     [
-        (forward, "", 0),
-        (evaluation, "", 0),
-        (left_out, "", 0),
-        (swapped, "", 0),
-        (twice, "", 0),
-        (reads_a_weight, "for 0.0.weight outside of a forward", 0),
-        (reads_the_state_dict, "of 0.0.weight", 0),
-        (reads_a_moment, "of 0.0.weight", 0),
-        (keeps_its_gradients, "", 0),
-        (leaves, "", 0),
-        (skips_its_step, "after step 1 by hyper-parameters", 1),
-        (another_rate, "after step 2 by hyper-parameters", 1),
-        (another_batch, "", 2),
+        ("forward", "", 0),
+        ("evaluation", "", 0),
+        ("left_out", "", 0),
+        ("swapped", "", 0),
+        ("twice", "", 0),
+        ("reads_a_weight", "for 0.0.weight outside of a forward", 0),
+        ("reads_the_state_dict", "of 0.0.weight", 0),
+        ("reads_a_moment", "of 0.0.weight", 0),
+        ("keeps_its_gradients", "", 0),
+        ("leaves", "", 0),
+        ("skips_its_step", "after step 1 by hyper-parameters", 1),
+        ("another_rate", "after step 2 by hyper-parameters", 1),
+        ("another_batch", "", 2),
     ],
-    ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_rank_that_does_something_else_is_an_error_on_all(two: Team, act: Act, said: str, taken: int) -> None:
+def test_a_rank_that_does_something_else_is_an_error_on_all(two: Team, act: str, said: str, taken: int) -> None:
     answers = two.run(odd, act)
     for text, steps in all_well(answers):
         assert "ranks were about to do different things, and nothing was exchanged" in text
