@@ -51,6 +51,7 @@ SLOW: Final = frozenset(
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Fast tests come first; those of a file stay in one process, for what they share; of some, most cases are campaigns.
 

@@ -67,14 +67,13 @@ def interrupted_as_it_waits(model: nn.Module, session: Any, rank: int) -> None:
     session.state_dict()["0.0.weight"]
 
 
-ENDS: dict[str, Act] = {
-    "in_forward": lambda m, s, r: hooked(m, s, r, m[2].register_forward_hook, raises),
-    "in_backward": lambda m, s, r: hooked(m, s, r, m[2].register_full_backward_hook, raises),
-    "in_step": lambda m, s, r: hooked(m, s, r, s.optimizer.register_step_pre_hook, raises),
-    "killed": lambda m, s, r: kill_me(),
-    "killed_in_forward": lambda m, s, r: hooked(m, s, r, m[2].register_forward_hook, lambda *_: kill_me()),
-    "interrupted": lambda m, s, r: hooked(m, s, r, m[2].register_forward_hook, interrupt),
-    "interrupted_as_it_waits": interrupted_as_it_waits,
+ENDS: dict[str, tuple[type, Act]] = {
+    "in_forward": (Mine, lambda m, s, r: hooked(m, s, r, m[2].register_forward_hook, raises)),
+    "in_backward": (Mine, lambda m, s, r: hooked(m, s, r, m[2].register_full_backward_hook, raises)),
+    "in_step": (Mine, lambda m, s, r: hooked(m, s, r, s.optimizer.register_step_pre_hook, raises)),
+    "killed": (Ended, lambda m, s, r: hooked(m, s, r, m[2].register_forward_hook, lambda *_: kill_me())),
+    "interrupted": (KeyboardInterrupt, lambda m, s, r: hooked(m, s, r, m[2].register_forward_hook, interrupt)),
+    "interrupted_as_it_waits": (KeyboardInterrupt, interrupted_as_it_waits),
 }
 
 
@@ -82,26 +81,15 @@ def alone(rank: int, act: str) -> None:
     with managed() as (model, session):
         step(model, session, rank, 0)
         if rank == 1:
-            ENDS[act](model, session, rank)
+            ENDS[act][1](model, session, rank)
         time.sleep(1.0 if act == "interrupted_as_it_waits" else 0.0)
         step(model, session, rank, 1)
         step(model, session, rank, 2)
 
 
-@pytest.mark.parametrize(
-    ("act", "raised"),
-    [
-        ("in_forward", Mine),
-        ("in_backward", Mine),
-        ("in_step", Mine),
-        pytest.param("killed", Ended, marks=pytest.mark.campaign),
-        ("killed_in_forward", Ended),
-        ("interrupted", KeyboardInterrupt),
-        ("interrupted_as_it_waits", KeyboardInterrupt),
-    ],
-)
-def test_what_ends_one_rank_is_an_error_on_all(three: Team, act: str, raised: type) -> None:
-    answers = three.run(alone, act)
+@pytest.mark.parametrize("act", ENDS)
+def test_what_ends_one_rank_is_an_error_on_all(three: Team, act: str) -> None:
+    answers, (raised, _) = three.run(alone, act), ENDS[act]
     assert isinstance(answers.pop(1), raised)
     for error in answers:
         assert isinstance(error, RankError), error
@@ -163,22 +151,27 @@ def keeps_its_gradients(model: nn.Module, session: Any, rank: int) -> None:
         loss_of(model, rank, 1).backward()
 
 
-ODD: dict[str, Act] = {
-    "forward": lambda m, s, r: loss_of(m, r, 1),
-    "evaluation": evaluates_alone,
-    "left_out": lambda m, s, r: calls_blocks(m, s, r, (0, 1, 3)),
-    "swapped": lambda m, s, r: calls_blocks(m, s, r, (0, 2, 1, 3)),
-    "twice": lambda m, s, r: calls_blocks(m, s, r, (0, 1, 2, 1, 3)),
-    "another_batch": lambda m, s, r: step(m, s, r, 1),
-    "reads_a_weight": lambda m, s, r: m[0][0].weight.sum().item(),
-    "reads_the_state_dict": lambda m, s, r: s.state_dict()["0.0.weight"],
-    "reads_a_moment": lambda m, s, r: s.optimizer.state[m[0][0].weight]["exp_avg"].sum().item(),
+ODD: dict[str, tuple[str, int, Act]] = {
+    "forward": ("", 0, lambda m, s, r: loss_of(m, r, 1)),
+    "evaluation": ("", 0, evaluates_alone),
+    "left_out": ("", 0, lambda m, s, r: calls_blocks(m, s, r, (0, 1, 3))),
+    "swapped": ("", 0, lambda m, s, r: calls_blocks(m, s, r, (0, 2, 1, 3))),
+    "twice": ("", 0, lambda m, s, r: calls_blocks(m, s, r, (0, 1, 2, 1, 3))),
+    "reads_a_weight": ("for 0.0.weight outside of a forward", 0, lambda m, s, r: m[0][0].weight.sum().item()),
+    "reads_the_state_dict": ("of 0.0.weight", 0, lambda m, s, r: s.state_dict()["0.0.weight"]),
+    "reads_a_moment": ("of 0.0.weight", 0, lambda m, s, r: s.optimizer.state[m[0][0].weight]["exp_avg"].sum().item()),
+    "keeps_its_gradients": ("", 0, keeps_its_gradients),
+    "leaves": ("", 0, lambda m, s, r: s.close()),
     # As `if not torch.isfinite(loss): continue` does, and a scheduler that looks at this rank's loss.
-    "skips_its_step": lambda m, s, r: setattr(s.optimizer, "step", lambda: None),
-    "another_rate": lambda m, s, r: s.optimizer.param_groups[0].update(lr=0.5),
-    "keeps_its_gradients": keeps_its_gradients,
-    "leaves": lambda m, s, r: s.close(),
+    "skips_its_step": (
+        "after step 1 by hyper-parameters",
+        1,
+        lambda m, s, r: setattr(s.optimizer, "step", lambda: None),
+    ),
+    "another_rate": ("after step 2 by hyper-parameters", 1, lambda m, s, r: s.optimizer.param_groups[0].update(lr=0.5)),
+    "another_batch": ("", 2, lambda m, s, r: step(m, s, r, 1)),
 }
+"""What the error says, after how many steps at most, and what one rank does."""
 
 
 def odd(rank: int, act: str) -> tuple[str, int]:
@@ -188,7 +181,7 @@ def odd(rank: int, act: str) -> tuple[str, int]:
         with managed() as (model, session):
             step(model, session, rank, 0)
             if rank == 1:
-                ODD[act](model, session, rank)
+                ODD[act][2](model, session, rank)
             try:
                 for number in (1, 2):
                     step(model, session, rank, number)
@@ -205,26 +198,9 @@ def odd(rank: int, act: str) -> tuple[str, int]:
     raise AssertionError("nobody has noticed")
 
 
-@pytest.mark.parametrize(
-    ("act", "said", "taken"),
-    [
-        ("forward", "", 0),
-        ("evaluation", "", 0),
-        ("left_out", "", 0),
-        ("swapped", "", 0),
-        ("twice", "", 0),
-        ("reads_a_weight", "for 0.0.weight outside of a forward", 0),
-        ("reads_the_state_dict", "of 0.0.weight", 0),
-        ("reads_a_moment", "of 0.0.weight", 0),
-        ("keeps_its_gradients", "", 0),
-        ("leaves", "", 0),
-        ("skips_its_step", "after step 1 by hyper-parameters", 1),
-        ("another_rate", "after step 2 by hyper-parameters", 1),
-        ("another_batch", "", 2),
-    ],
-)
-def test_a_rank_that_does_something_else_is_an_error_on_all(two: Team, act: str, said: str, taken: int) -> None:
-    answers = two.run(odd, act)
+@pytest.mark.parametrize("act", ODD)
+def test_a_rank_that_does_something_else_is_an_error_on_all(two: Team, act: str) -> None:
+    answers, (said, taken, _) = two.run(odd, act), ODD[act]
     for text, steps in all_well(answers):
         assert "ranks were about to do different things, and nothing was exchanged" in text
         assert "rank 1: " in text
