@@ -51,21 +51,13 @@ SLOW: Final = frozenset(
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast tests come first; those of a file stay in one process, for what they share; of some, most cases are campaigns.
-
-    So do those that measure memory, and those of ranks, for their teams.
-    """
+    """Fast tests come first; of some, most cases are campaigns."""
     mark_what_is_left_out(items)
     tests = Path(__file__).parent
     for item in items:
-        file = item.path.relative_to(tests).as_posix()
-        if file in SLOW:
+        if item.path.relative_to(tests).as_posix() in SLOW:
             item.add_marker(pytest.mark.slow)
-        of_ranks = "team_of" in getattr(item, "fixturenames", ())
-        together = "memory" if file.startswith("memory/") else "ranks" if of_ranks else file
-        item.add_marker(pytest.mark.xdist_group(together))
     items.sort(key=lambda item: "slow" in item.keywords)
 
 
