@@ -94,7 +94,7 @@ RANKS: tuple[Mutant, ...] = (
         drop("add_"), f"{BITS}[2 ranks-mlp-3-None-False-arguments2]"
     ),
     Fault("gradients of what no block owns go with the next block", "parameters.exchange:Exchange.send").by(
-        replace("self._ready(names)", "self._ready(list(self.layout.slices))"), of_a_row("function-none-x4")
+        replace("self._ready(names)", "self._ready(list(self.layout.slices))"), of_a_row("scalars-none-x4")
     ),
     Fault("a block is sent when its own backward begins", "parameters.call_order:CallOrder.begin_backward").by(
         replace("self._exchange.send(left)", "self._exchange.send(block)"), f"{ORDER}::test_{STEP}"
