@@ -4,9 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STAMP_FULL := $(VENV)/.installed-full
-# Processes that share the tests out; those that measure memory stay together in one.
+# Processes that share the tests out, file by file: tests of a file share fixtures, teams of ranks and what their oracles have computed.
 JOBS ?= 2
-OPTIONS = -q -n $(JOBS) --dist loadgroup
+OPTIONS = -q -n $(JOBS) --dist loadfile
+# Modules are compiled once, not by each of the processes that tests start.
+export PYTHONDONTWRITEBYTECODE =
 PYTEST = $(BIN)/python -m pytest $(OPTIONS)
 # device="cuda", on a device that the tests compile and load before torch: processes of their own.
 CUDATEST = $(BIN)/python -m tests.accelerator $(OPTIONS)
@@ -46,7 +48,7 @@ test-full: $(STAMP_FULL)
 # Branches that were taken before and are not any more, by all of `make test-full`.
 coverage: $(STAMP_FULL)
 	rm -rf build/coverage && mkdir -p build/coverage
-	$(BIN)/coverage run -m pytest -q -n $(JOBS) --dist loadgroup
+	$(BIN)/coverage run -m pytest $(OPTIONS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/python -m tests.branches build/coverage/data
 

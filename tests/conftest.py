@@ -52,15 +52,12 @@ SLOW: Final = frozenset(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast tests come first; those that measure memory stay in one process; of some, most cases are campaigns."""
+    """Fast tests come first; of some, most cases are campaigns."""
     mark_what_is_left_out(items)
     tests = Path(__file__).parent
     for item in items:
-        file = item.path.relative_to(tests).as_posix()
-        if file in SLOW:
+        if item.path.relative_to(tests).as_posix() in SLOW:
             item.add_marker(pytest.mark.slow)
-        if file.startswith("memory/"):
-            item.add_marker(pytest.mark.xdist_group("memory"))
     items.sort(key=lambda item: "slow" in item.keywords)
 
 

@@ -75,11 +75,7 @@ def test_a_use_an_unpacking_and_a_gradient_call_no_more_than_they_did(calls, mea
 
 @pytest.mark.parametrize(
     ("bound", "moves", "most"),
-    [
-        ("whole", False, 10),
-        pytest.param("blocks", False, None, marks=pytest.mark.campaign),
-        ("blocks", True, None),
-    ],
+    [("whole", False, 10), pytest.param("blocks", False, None, marks=pytest.mark.campaign), ("blocks", True, None)],
 )
 def test_a_step_of_a_decoder_calls_no_more_than_it_did(calls, tmp_path, monkeypatch, bound, moves, most):
     monkeypatch.setattr(calls, "LAYERS", 24)
@@ -103,8 +99,7 @@ def test_what_hooks_of_the_users_call_is_not_ours(calls, measured, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("budget", "moves", "says"),
-    [("256MiB", True, "should move more than"), ("64KiB", False, "should move none")],
+    ("budget", "moves", "says"), [("256MiB", True, "should move more than"), ("64KiB", False, "should move none")]
 )
 def test_a_budget_that_does_not_do_what_it_is_for_is_an_error(calls, budget, moves, says):
     with pytest.raises(calls.NotMeasuredError, match=says):

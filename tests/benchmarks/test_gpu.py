@@ -41,12 +41,14 @@ def run_part(part: str, out: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.campaign
 def test_the_roofline_has_every_way(tmp_path: Path) -> None:
     rates = run_part("link", tmp_path)["bytes_per_second"]
     assert {"slots, up", "slots, down", "slots, both", "pageable, up", "host, read and write"} <= set(rates)
     assert all(0 < rate["least"] <= rate["median"] <= rate["most"] for rate in rates.values())
 
 
+@pytest.mark.campaign
 def test_passes_are_measured_beside_a_copy(tmp_path: Path) -> None:
     rates = run_part("kernels", tmp_path)["bytes_per_second"]
     assert {"cpu, copy", "cpu, norm", "cpu, update in fp32"} <= set(rates)

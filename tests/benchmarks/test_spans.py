@@ -105,11 +105,7 @@ def test_a_use_is_every_call_from_torch_to_torch(package):
 
 @pytest.mark.parametrize(
     ("more", "python", "c"),
-    [
-        ("        (lambda: None)()", 1, 0),
-        ("        len('')", 0, 1),
-        ("        any(True for _ in ())", 1, 1),
-    ],
+    [("        (lambda: None)()", 1, 0), ("        len('')", 0, 1), ("        any(True for _ in ())", 1, 1)],
 )
 def test_one_call_more_is_one_more(package, more, python, c):
     before, after = used(package()), used(package(more))

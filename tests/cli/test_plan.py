@@ -57,6 +57,7 @@ def test_what_does_not_fit_is_reported_with_the_smallest_budget_and_exits_3(runs
 SMALL_BERT = {**BERT, "vocab_size": 1000, "hidden_size": 96, "num_hidden_layers": 2}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("settings", [None, LLAMA, SMALL_BERT], ids=["gpt2", "llama", "bert"])
 @pytest.mark.parametrize(
     "short",

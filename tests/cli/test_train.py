@@ -74,18 +74,16 @@ def test_stopping_and_resuming_gives_the_bits_of_not_stopping(runs, capsys):
     assert runs.rows()[-1]["validation_loss"] == runs.rows("whole")[-1]["validation_loss"]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_and_the_run_goes_on_later_as_if_nothing_had_been(
-    runs, signal_after, monkeypatch, number, status
-):
+def test_a_signal_saves_and_the_run_goes_on_later_as_if_nothing_had_been(runs, signal_after):
     assert runs.train(steps=5, log="whole") == 0
-    with monkeypatch.context():
-        signal_after(2, number)
-        assert runs.train("--checkpoint-dir", runs.checkpoints, steps=5) == status
-    assert runs.saved() == ["step-00000002"]
-    assert runs.rows()[-1]["event"] == "summary"
-    monkeypatch.undo()
-    assert runs.train("--checkpoint-dir", runs.checkpoints, "--resume", steps=5) == 0
+    arguments = ["--checkpoint-dir", runs.checkpoints]
+    for at, number, status in ((2, signal.SIGINT, 130), (4, signal.SIGTERM, 143)):
+        signal_after(at, number)
+        assert runs.train(*arguments, steps=5) == status
+        assert runs.saved()[-1] == f"step-{at:08d}"
+        assert runs.rows()[-1]["event"] == "summary"
+        arguments = ["--checkpoint-dir", runs.checkpoints, "--resume"]
+    assert runs.train(*arguments, steps=5) == 0
     assert runs.losses() == runs.losses("whole")
 
 

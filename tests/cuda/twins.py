@@ -149,10 +149,6 @@ def twins(build: Callable[[], nn.Module] = mlp, *, device_memory: int = TIGHT, *
         torch.optim.AdamW(model.parameters(), **keywords),
         device="cuda",
         device_memory=device_memory,
-        **{
-            "precision": "fp32",
-            "options": patrickstar.Options(chunk_size=CHUNK, poison=True),
-            **arguments,
-        },
+        **{"precision": "fp32", "options": patrickstar.Options(chunk_size=CHUNK, poison=True), **arguments},
     ) as session:
         yield Twins(plain, Defined(plain.parameters(), **keywords), model, session)

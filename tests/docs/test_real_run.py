@@ -48,7 +48,7 @@ def figures(script, home):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", ["plain", "fp32", pytest.param("bf16", marks=pytest.mark.campaign), "fp16"])
 def test_a_run_that_was_stopped_goes_on_with_the_bits_of_not_stopping(stage, script, course, tmp_path, name):
     whole, stopped = home_of(tmp_path, "whole"), home_of(tmp_path, "stopped")
     run = stage.Run(

@@ -233,10 +233,7 @@ def test_more_than_is_free_there_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        (
-            Fails("fallocate", errno.ENOSPC, nth=2),
-            "cannot set 196608 bytes aside .*No space left on device",
-        ),
+        (Fails("fallocate", errno.ENOSPC, nth=2), "cannot set 196608 bytes aside .*No space left on device"),
         (Fails("open", errno.EACCES), "Permission denied"),
         (Fails("open", errno.EROFS, nth=2), "Read-only file system"),
         (Fails("set_direct", errno.EIO), "cannot set direct I/O up"),

@@ -10,12 +10,7 @@ import pytest
 
 from patrickstar.errors import DeviceError
 from patrickstar.memory.disk import remove_stale_files
-from patrickstar.memory.filesystem import (
-    expect_usable,
-    free_bytes,
-    kept_in_memory,
-    prepare_directory,
-)
+from patrickstar.memory.filesystem import expect_usable, free_bytes, kept_in_memory, prepare_directory
 from patrickstar.testing.faults import Fails, FaultyIO
 
 

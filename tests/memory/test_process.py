@@ -9,13 +9,7 @@ import pytest
 
 from patrickstar.errors import DeviceError
 from patrickstar.memory.arena import Arena
-from patrickstar.memory.process import (
-    available_bytes,
-    peak_resident_bytes,
-    reset_peak,
-    resident_bytes,
-    total_bytes,
-)
+from patrickstar.memory.process import available_bytes, peak_resident_bytes, reset_peak, resident_bytes, total_bytes
 from patrickstar.units import GIB, KIB, MIB
 
 

@@ -27,12 +27,10 @@ BINDING: tuple[Mutant, ...] = (
         f"{REPORTS}::test_a_view_of_a_weight_keeps_its_traits_until_backward[conjugated]",
     ),
     Fault("changes-of-many-under-a-mode-are-not-counted", "parameters.functions:counted.run_and_count").by(
-        drop("increment_version"),
-        f"{REPORTS}::test_a_change_of_many_weights_under_a_users_mode_is_kept",
+        drop("increment_version"), f"{REPORTS}::test_a_change_of_many_weights_under_a_users_mode_is_kept"
     ),
     Fault("an-offset-counts-from-the-start-of-the-slot", "parameters.binding:Binding.handle").by(
-        never("STRIDED"),
-        f"{REPORTS}::test_an_offset_of_storage_counts_from_the_start_of_the_parameter[by name]",
+        never("STRIDED"), f"{REPORTS}::test_an_offset_of_storage_counts_from_the_start_of_the_parameter[by name]"
     ),
     Fault("an-inputs-class-is-lost-where-it-meets-a-parameter", "parameters.binding:Binding._use").by(
         drop("if foreign and not others: ..."),
@@ -48,8 +46,7 @@ BINDING: tuple[Mutant, ...] = (
         replace("seer.counts", "True"), f"{REPORTS}::test_a_mode_around_a_forward_alone_is_left_after_it"
     ),
     Fault("aliases-have-python-objects", "tracing.seen_operations:_install").by(
-        drop("impl", nth=1),
-        f"{REPORTS}::test_torch_chooses_the_same_formulas_in_a_measured_step",
+        drop("impl", nth=1), f"{REPORTS}::test_torch_chooses_the_same_formulas_in_a_measured_step"
     ),
     Fault("autocast-is-given-fp32-for-16-bits", "tracing.cast_inputs:_stays").by(
         assign("widens", "False"), f"{REPORTS}::test_inputs_of_16_bits_under_autocast_are_taken_as_they_are"
@@ -95,8 +92,7 @@ BINDING: tuple[Mutant, ...] = (
         "tests/parameters/test_leases.py::test_an_ordinary_tensor_is_never_taken_for_a_slot_that_was_let_go",
     ),
     Fault("the-executor-forgets-living-views", "step.executor:Executor._moment").by(
-        assign("held", "()"),
-        f"{LINE}[train hold(2) train(3) held(2) evaluate free train-fp32-emulated]",
+        assign("held", "()"), f"{LINE}[train hold(2) train(3) held(2) evaluate free train-fp32-emulated]"
     ),
     Fault("operations-on-views-are-not-seen", "parameters.weight_access:WeightAccess.dress").by(
         drop("__class__"), f"{SAVED}::test_a_view_is_packed_when_an_operation_saves_it"

@@ -34,8 +34,7 @@ MOVING: tuple[Mutant, ...] = (
         drop("wait"), "tests/memory/test_store.py::test_zeros_are_there_when_a_unit_is_used"
     ),
     Fault("a-unit-leaves-before-its-zeros", "memory.works_under_way:WorksUnderWay._before_reading").by(
-        drop("before", nth=2),
-        "tests/memory/test_store.py::test_a_unit_that_leaves_at_once_leaves_with_its_zeros",
+        drop("before", nth=2), "tests/memory/test_store.py::test_a_unit_that_leaves_at_once_leaves_with_its_zeros"
     ),
     Fault("slots-are-given-back-before-their-zeros", "memory.works_under_way:WorksUnderWay.give_slots").by(
         assign("fence", "None", nth=1),
@@ -103,8 +102,7 @@ MOVING: tuple[Mutant, ...] = (
         replace("arena.filling(...)", "(lambda: None)"), f"{TRAINING_ON}[cpu+disk-next-use-deferred]"
     ),
     Fault("what-a-moment-writes-is-not-marked", "step.executor:Executor._moment").by(
-        never("writes"),
-        f"{LINE}[forward backward grad(0) forward backward grad(0) step-fp32-emulated]",
+        never("writes"), f"{LINE}[forward backward grad(0) forward backward grad(0) step-fp32-emulated]"
     ),
     Fault("a-gradient-is-put-where-the-others-of-its-chunk-were-let-go-of", "step.executor:Executor.use").by(
         replace("state.newest.get(...) != {self._compute}", "False"),

@@ -144,22 +144,16 @@ OUTSIDE: tuple[Mutant, ...] = (
         "tests/checkpoint/test_corruption.py::test_one_flipped_bit_anywhere_is_found_and_its_file_named",
     ),
     Fault("an-update-is-taken-for-a-change-behind-torchs-back", "step.events:Events.updated").by(
-        drop("renew"),
-        f"{LINE}[memory(2) train(2) write(4)=1 read free train-bf16-emulated]",
+        drop("renew"), f"{LINE}[memory(2) train(2) write(4)=1 read free train-bf16-emulated]"
     ),
     Fault(
         "what-is-written-unseen-after-a-step-comes-before-it", "session.optimizer_target:OptimizerTarget.step_groups"
-    ).by(
-        never("watched"),
-        f"{LINE}[memory(2) forward backward step unseen(2) zero free read train-bf16-emulated]",
-    ),
+    ).by(never("watched"), f"{LINE}[memory(2) forward backward step unseen(2) zero free read train-bf16-emulated]"),
     Fault("what-is-written-unseen-is-not-looked-for-before-state-is-read", "session.parts:Parts.begin_access").by(
-        drop("check_watch"),
-        f"{LINE}[train unseen(2) read train unseen(2) forward backward step-bf16-emulated]",
+        drop("check_watch"), f"{LINE}[train unseen(2) read train unseen(2) forward backward step-bf16-emulated]"
     ),
     Fault("memory-that-was-written-unseen-and-let-go-is-lost", "parameters.escapes:EscapedMemory.check").by(
-        assign("_kept", "[]"),
-        f"{LINE}[memory(2) forward backward step unseen(2) zero free read train-fp16-cpu+disk]",
+        assign("_kept", "[]"), f"{LINE}[memory(2) forward backward step unseen(2) zero free read train-fp16-cpu+disk]"
     ),
     Fault("a-directory-that-cannot-be-written-is-a-lack-of-memory", "session.assemble:_assembled").by(
         drop("expect_usable"), f"{DISK}::test_a_directory_that_cannot_be_written_is_no_lack_of_memory[is there-EROFS]"

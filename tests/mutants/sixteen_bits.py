@@ -26,8 +26,7 @@ SIXTEEN_BITS: tuple[Mutant, ...] = (
         f"{SIXTEEN}::test_a_change_by_hand_is_carried_into_the_master[fp16-host-by_index]",
     ),
     Fault("fp16-weights-compute-with-bits-that-fp16-does-not-have", "step.weight_masters:Masters._convert").by(
-        always("dtype"),
-        f"{LINE}[train(4) planned(4)-fp16-fp32-cpu+disk]",
+        always("dtype"), f"{LINE}[train(4) planned(4)-fp16-fp32-cpu+disk]"
     ),
     Fault(
         "a-change-in-a-widened-copy-of-a-split-weight-leaves-the-rest", "step.weight_masters:Masters.take_changes"
@@ -47,8 +46,7 @@ SIXTEEN_BITS: tuple[Mutant, ...] = (
         assign("leased", "{}", nth=1), f"{SIXTEEN}::test_no_unit_leaves_while_copies_of_several_are_made"
     ),
     Fault("an-overflow-is-not-found", "step.gradients:Gradients._put").by(
-        never("finds_overflow"),
-        f"{SCALING}::test_injected_overflows_skip_the_same_steps_with_the_same_bits[None]",
+        never("finds_overflow"), f"{SCALING}::test_injected_overflows_skip_the_same_steps_with_the_same_bits[None]"
     ),
     Fault("an-overflow-written-by-hand-is-not-found", "step.gradients:Gradients.write").by(
         replace("self.finds_overflow", "_ and target.numel() < 0"),

@@ -48,10 +48,7 @@ STREAMS: tuple[Mutant, ...] = (
     ),
     Fault(
         "a-copy-does-not-wait-for-what-brought-its-source", "memory.works_under_way:WorksUnderWay._before_reading"
-    ).by(
-        drop("before", nth=3),
-        f"{STORE}::test_a_copy_comes_after_the_one_that_brought_its_source[(0.0, 0)]",
-    ),
+    ).by(drop("before", nth=3), f"{STORE}::test_a_copy_comes_after_the_one_that_brought_its_source[(0.0, 0)]"),
     Fault("an-update-does-not-wait-for-the-gradient", "memory.works_under_way:WorksUnderWay._before_writing").by(
         drop("if tier is self._compute and not takes: ..."),
         f"{STORE}::test_a_unit_is_updated_after_what_was_computed_and_used_after_that[(0.0, 0)-True]",
@@ -188,10 +185,7 @@ STREAMS: tuple[Mutant, ...] = (
         "tests/cuda/test_out_of_memory.py::test_the_next_step_leaves_the_room_that_was_missing",
     ),
     Fault("copies-of-inputs-are-not-foreseen", "tracing.offline:OfflineTracer._run").by(
-        replace(
-            "operations.seer = owner.meter",
-            "inputs, keywords = cast_inputs((inputs, keywords), self.compute); _",
-        ),
+        replace("operations.seer = owner.meter", "inputs, keywords = cast_inputs((inputs, keywords), self.compute); _"),
         f"{PEAKS}::test_copies_of_inputs_in_the_type_that_computes_are_foreseen",
     ),
     Fault("copies-of-inputs-are-made-before-the-stretch-begins", "step.events:Events.before_forward").by(
@@ -288,10 +282,7 @@ STREAMS: tuple[Mutant, ...] = (
     Fault(
         "contents-are-made-before-a-copy-has-written-what-was-there",
         "memory.works_under_way:WorksUnderWay._before_writing",
-    ).by(
-        never("is_queued"),
-        f"{STORE}::test_new_contents_at_home_come_after_a_copy_that_still_writes_there[(0.0, 0)]",
-    ),
+    ).by(never("is_queued"), f"{STORE}::test_new_contents_at_home_come_after_a_copy_that_still_writes_there[(0.0, 0)]"),
     Fault("a-copy-comes-where-something-is-still-used", "memory.works_under_way:WorksUnderWay.begin").by(
         assign("before", "[]"), *TRAINING
     ),

@@ -18,8 +18,7 @@ TILES: tuple[Mutant, ...] = (
         "parameters.changes:Changes._changed",
     ).by(never("tiles"), f"{TESTS}::test_a_change_in_place_between_forward_and_backward_is_told[in place-fp32]"),
     Fault("tiles-of-a-parameter-share-a-version", "parameters.bound:_tiles").by(
-        replace("torch.empty_like(nan)", "standin"),
-        f"{LINE}[in_backward-train(3) planned(3)-fp32-unbounded]",
+        replace("torch.empty_like(nan)", "standin"), f"{LINE}[in_backward-train(3) planned(3)-fp32-unbounded]"
     ),
     Fault(
         "tiles-stay-frozen-when-their-parameter-is-trained-after-all",
@@ -37,10 +36,7 @@ TILES: tuple[Mutant, ...] = (
     Fault(
         "a-tile-adds-to-the-first-rows-of-a-gradient-of-the-users-own",
         "parameters.gradient_access:GradientAccess._take",
-    ).by(
-        replace("bound.of(...)", "own.detach()[:bound.rows]"),
-        f"{LINE}[deferred-{OWN}-fp32-roomy]",
-    ),
+    ).by(replace("bound.of(...)", "own.detach()[:bound.rows]"), f"{LINE}[deferred-{OWN}-fp32-roomy]"),
     Fault(
         "every-tile-counts-as-an-update-of-its-parameter", "step.training_in_backward:InBackwardTraining.gradient"
     ).by(

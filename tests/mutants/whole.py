@@ -34,8 +34,7 @@ WHOLE: tuple[Mutant, ...] = (
     ),
     Fault("a-new-shape-is-not-asked-about", "step.whole:Whole.stays").by(always("hold"), LEAVES),
     Fault("a-process-that-is-too-large-stays-so", "step.room:HostRoom.end").by(
-        drop("is_short"),
-        f"{FILE}::test_where_the_process_has_grown_past_its_bound_the_next_forward_is_bound_by_use",
+        drop("is_short"), f"{FILE}::test_where_the_process_has_grown_past_its_bound_the_next_forward_is_bound_by_use"
     ),
     Fault("parameters-are-let-go-that-a-graph-holds", "step.whole:Whole._leave").by(
         never("held", nth=2), f"{HELD}[a graph]"
@@ -52,8 +51,7 @@ WHOLE: tuple[Mutant, ...] = (
         f"{FILE}::test_a_parameter_that_is_trained_later_gets_its_averages",
     ),
     Fault("an-update-does-not-count-as-a-change", "step.optimizer_step:OptimizerStep._update_together").by(
-        drop("stepped"),
-        f"{FILE}::test_a_step_that_changes_a_weight_between_forward_and_backward_is_an_error_of_torchs",
+        drop("stepped"), f"{FILE}::test_a_step_that_changes_a_weight_between_forward_and_backward_is_an_error_of_torchs"
     ),
     Fault("memory-given-by-hand-is-not-noticed", "parameters.whole_parameters:WholeParameters.take_back").by(
         drop("_take_value"), GIVEN
@@ -102,15 +100,13 @@ WHOLE: tuple[Mutant, ...] = (
         f"{IN_BACKWARD}::test_a_gradient_is_there_for_hooks_of_users_and_gone_before_the_next_one_comes[unbounded]",
     ),
     Fault("nobody-asks-whether-gradients-were-zeroed", "step.training_in_backward:InBackwardTraining._arrives").by(
-        drop("_spent"),
-        f"{IN_BACKWARD}::test_gradients_are_zeroed_however_it_is_done[before the backward-by the model]",
+        drop("_spent"), f"{IN_BACKWARD}::test_gradients_are_zeroed_however_it_is_done[before the backward-by the model]"
     ),
     Fault("a-used-gradient-is-added-to", "step.training_in_backward:InBackwardTraining._arrives").by(
         never("self._spent"), REFUSED
     ),
     Fault("a-used-gradient-is-left-to-what-is-bound-by-use", "step.whole:Whole._leave").by(
-        drop("used.forget"),
-        f"{IN_BACKWARD}::test_so_they_are_when_an_evaluation_comes_before_they_are_zeroed",
+        drop("used.forget"), f"{IN_BACKWARD}::test_so_they_are_when_an_evaluation_comes_before_they_are_zeroed"
     ),
     Fault("gradients-that-wait-take-no-room", "session.start:Setup.kept_gradients").by(
         returns("frozenset()", nth=1),
@@ -123,15 +119,11 @@ WHOLE: tuple[Mutant, ...] = (
         drop("withhold"), f"{USED}[before_the_model]"
     ),
     Fault("a-backward-that-was-refused-once-is-refused-again", "step.whole:Whole.stays").by(
-        replace("expected.by_chance or self.binding.access.is_surprised", "expected.by_chance"),
-        f"{USED}[changed]",
+        replace("expected.by_chance or self.binding.access.is_surprised", "expected.by_chance"), f"{USED}[changed]"
     ),
     Fault(
         "a-placeholder-stays-when-the-backward-has-ended", "step.training_in_backward:InBackwardTraining._backward_ends"
-    ).by(
-        drop("give_back"),
-        f"{IN_BACKWARD}::test_after_the_backward_parameters_are_ordinary_ones_again",
-    ),
+    ).by(drop("give_back"), f"{IN_BACKWARD}::test_after_the_backward_parameters_are_ordinary_ones_again"),
     Fault("a-change-by-hand-leaves-the-master-of-16-bits", "parameters.changes:Changes.carry_changed").by(
         drop("carry"), f"{LINE}[deferred-train hold(4) train held(4) held(4)*=2 evaluate free evaluate-bf16-unbounded]"
     ),
@@ -149,10 +141,7 @@ WHOLE: tuple[Mutant, ...] = (
     ),
     Fault(
         "a-part-of-a-gradient-is-added-as-another-backwards", "step.sixteen_bit_gradients:SixteenBitGradients.comes"
-    ).by(
-        drop("raise StateError(...)"),
-        f"{SIXTEEN}::test_parts_that_no_trace_shows_are_refused_in_a_second_backward",
-    ),
+    ).by(drop("raise StateError(...)"), f"{SIXTEEN}::test_parts_that_no_trace_shows_are_refused_in_a_second_backward"),
     Fault("gradients-that-come-in-parts-stay-whole", "tracing.offline:OfflineTracer._why_by_use").by(
         returns("''", nth=2),
         f"{SIXTEEN}::test_gradients_that_come_in_parts_add_up_in_16_bits_first[2-gradients of 16 bits come in parts]",
@@ -165,8 +154,7 @@ WHOLE: tuple[Mutant, ...] = (
         f"{LINE}[deferred-forward backward step zero(each) read forward backward step zero(each) planned(2) step-fp16-unbounded]",
     ),
     Fault("half-a-backward-is-taken-for-one", "step.sixteen_bit_gradients:SixteenBitGradients.take_back").by(
-        never("not ..."),
-        f"{SIXTEEN}::test_an_exception_in_a_second_backward_leaves_gradients_that_are_to_be_zeroed",
+        never("not ..."), f"{SIXTEEN}::test_an_exception_in_a_second_backward_leaves_gradients_that_are_to_be_zeroed"
     ),
     Fault("a-gradient-in-fp32-is-not-rounded", "step.sixteen_bit_gradients:SixteenBitGradients.arrived").by(
         never("kept.itemsize"),

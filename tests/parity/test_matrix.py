@@ -160,7 +160,7 @@ def test_every_model_runs_on_every_number_of_ranks_and_every_pair_of_other_value
 
 def test_the_few_rows_of_ranks_that_are_run_each_time_have_every_value_of_most_dimensions() -> None:
     rows = few_ranks(RANKS)
-    for name in ("world", "precision", "budget", "tier", "no_sync"):
+    for name in ("world", "precision", "budget", "tier", "clipping", "no_sync"):
         assert combinations_of(rows, (name,)) == combinations_of(RANKS, (name,))
 
 

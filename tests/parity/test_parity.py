@@ -161,7 +161,10 @@ def test_no_bit_depends_on_where_model_data_lives_in_any_combination(row: Row, t
     assert_parity(row, tmp_path, plans_too=True)
 
 
-@pytest.mark.parametrize("row", at_once(at_least(PAIRS)), ids=str)
+FEW_LEAST = cover([row for row in at_least(PAIRS) if row in FEW], every(("tier",), ("step",), ("precision",)))
+
+
+@pytest.mark.parametrize("row", at_once(at_least(PAIRS), FEW_LEAST), ids=str)
 def test_less_than_the_smallest_budget_is_refused(row: Row, tmp_path: Path) -> None:
     assert_least(row, tmp_path)
 

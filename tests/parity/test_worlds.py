@@ -33,28 +33,28 @@ def want(row: Row) -> list[Record]:
     return oracle.train_ranks(CASES[row.model], row.world, **{name: getattr(row, name) for name in names})
 
 
-def train(rank: int, row: Row, limits: Limits, directory: Path) -> Any:
+def train(rank: int, row: Row, limits: Limits, directory: Path, steps: int) -> Any:
     """The run of one rank, as far as it can be sent."""
     with tempfile.TemporaryDirectory(dir=directory) as disk:
-        outcome = managed.train(row, limits, Path(disk), rank=rank)
+        outcome = managed.train(row, limits, Path(disk), rank=rank, steps=steps)
     return outcome.record, outcome.stats, outcome.closed
 
 
-def train_all(team: Team, row: Row, limits: Limits, directory: Path) -> list[Outcome]:
+def train_all(team: Team, row: Row, limits: Limits, directory: Path, steps: int = STEPS) -> list[Outcome]:
     """The run of all ranks. BudgetError: the largest need of those that have refused; the others have heard of it."""
-    answers = team.run(train, row, limits, directory, within_s=300)
+    answers = team.run(train, row, limits, directory, steps, within_s=300)
     refusals = [answer for answer in answers if isinstance(answer, patrickstar.BudgetError)]
     if refusals:
         raise max(refusals, key=lambda refusal: refusal.smallest_bytes)
     return [Outcome(record, stats, limits, closed) for record, stats, closed in all_well(answers)]
 
 
-def least(team: Team, row: Row, directory: Path) -> list[Outcome]:
+def least(team: Team, row: Row, directory: Path, steps: int = STEPS) -> list[Outcome]:
     """The run in the smallest budgets that refusals name, of each rank."""
     limits = dict.fromkeys(LIMITED[row.tier], PAGE_BYTES)
     for _ in range(_ATTEMPTS):
         try:
-            return train_all(team, row, limits, directory)
+            return train_all(team, row, limits, directory, steps)
         except patrickstar.BudgetError as refusal:
             tier, smallest = str(refusal.tier), refusal.smallest_bytes
             assert limits[tier] < smallest, f"{row}: {tier} refused {limits[tier]} and named {smallest} bytes"
@@ -66,9 +66,9 @@ def in_its_budget(team: Team, row: Row, directory: Path) -> list[Outcome]:
     """The run in the budget of the row; halfway to where everything fits are as many bytes again as the smallest has, and a half."""
     if row.budget == "fits":
         return train_all(team, row, {}, directory)
-    outcomes = least(team, row, directory)
     if row.budget == "minimum":
-        return outcomes
+        return least(team, row, directory)
+    outcomes = least(team, row, directory, steps=1)
     return train_all(team, row, {tier: 3 * smallest // 2 for tier, smallest in outcomes[0].limits.items()}, directory)
 
 

@@ -232,10 +232,6 @@ def test_no_room_says_what_is_needed_at_once() -> None:
     state = state_of("c0.weight here, c1.weight clean, c2.weight dirty, c3.weight away", slots={"c3.weight": 2})
     with pytest.raises(NoRoom) as refused:
         make_room(
-            state,
-            touches=[Touch(unit("c3.weight"))],
-            held=units("c1.weight"),
-            capacity={Tier.HOST: 3},
-            order=by_id,
+            state, touches=[Touch(unit("c3.weight"))], held=units("c1.weight"), capacity={Tier.HOST: 3}, order=by_id
         )
     assert (refused.value.needed_slots, refused.value.capacity_slots) == (4, 3)  # 2 needed, 1 pinned, 1 at home here

@@ -9,16 +9,7 @@ from hypothesis import given
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.snapshot import Condition
-from tests.plan.builders import (
-    Instance,
-    few,
-    host_over_disk,
-    instances,
-    layout_of,
-    resting,
-    state_of,
-    trace_of,
-)
+from tests.plan.builders import Instance, few, host_over_disk, instances, layout_of, resting, state_of, trace_of
 from tests.plan.texts import snapshot, unit, units
 
 LAYOUT = layout_of(1, 2)

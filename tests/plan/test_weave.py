@@ -68,13 +68,13 @@ def woven(*moments: str, slots: int = 100, nonmodel: int | list[int] = 0, units:
 
 def test_each_update_comes_before_the_first_moment_that_needs_it() -> None:
     assert woven("c1.weight", "c0.weight", "c1.weight", "c2.weight c3.weight") == [
-        *("u1", "c1.weight", "u0", "c0.weight", "c1.weight", "u2", "u3", "c2.weight c3.weight"),
+        *("u1", "c1.weight", "u0", "c0.weight", "c1.weight", "u2", "u3", "c2.weight c3.weight")
     ]
 
 
 def test_what_the_forward_does_not_need_comes_before_its_last_moment() -> None:
     assert woven("c0.weight", "c1.weight", "c0.weight", names="p0 p3") == [
-        *("u0", "c0.weight", "c1.weight", "u3", "c0.weight"),
+        *("u0", "c0.weight", "c1.weight", "u3", "c0.weight")
     ]
 
 
@@ -141,9 +141,7 @@ def planned(instance: Woven, prefetch: int | None) -> tuple[Plan, Trace]:
 
 
 @given(woven_instances())
-def test_each_update_is_there_once_before_it_is_needed_and_takes_no_more_room_than_before(
-    instance: Woven,
-) -> None:
+def test_each_update_is_there_once_before_it_is_needed_and_takes_no_more_room_than_before(instance: Woven) -> None:
     _, machine, state, trace, updates = instance
     found = weave(trace, updates, state=state, capacity_bytes=machine.budget[state.compute])
     assert [moment for moment in found.moments if moment.updates is None] == list(trace.moments)

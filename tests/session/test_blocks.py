@@ -189,7 +189,7 @@ def changed(change):
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
-@pytest.mark.parametrize("step", ["deferred", "in_backward"])
+@pytest.mark.parametrize("step", ["deferred", pytest.param("in_backward", marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_what_torch_does_inside_of_a_block_has_the_same_bits(kind, step):
     stats = train_both(build(BLOCKS[kind]), build(BLOCKS[kind]), step=step)

@@ -18,18 +18,7 @@ from patrickstar.deferred.recording import DeferredRecorder
 from patrickstar.step.values import Weights
 from tests.parameters.toy import initial_value
 from tests.parity.compare import same_bits
-from tests.session.builders import (
-    MACHINES,
-    Pair,
-    adamw,
-    assert_same,
-    expect_bits,
-    managed,
-    mlp,
-    options,
-    train,
-    values,
-)
+from tests.session.builders import MACHINES, Pair, adamw, assert_same, expect_bits, managed, mlp, options, train, values
 from tests.session.deferred_child import MIB, in_child
 
 

@@ -23,7 +23,7 @@ from tests.ranks import Ended, Team, all_well, kill_me
 from tests.session.test_ranks import DEFAULTS, build, inputs, loss_of, mlp, plain
 
 TORCH = torch.__version__
-Act = Callable[[nn.Module, Any, int], None]
+Act = Callable[[nn.Module, Any, int], object]
 
 
 @contextmanager
@@ -51,71 +51,51 @@ def raises(*_: object) -> None:
     raise Mine
 
 
-def in_forward(model: nn.Module, session: Any, rank: int) -> None:
-    model[2].register_forward_hook(raises)
+def hooked(
+    model: nn.Module, session: Any, rank: int, register: Callable[..., object], hook: Callable[..., Any]
+) -> None:
+    register(hook)
     step(model, session, rank, 1)
 
 
-def killed(model: nn.Module, session: Any, rank: int) -> None:
-    kill_me()
-
-
-def killed_in_forward(model: nn.Module, session: Any, rank: int) -> None:
-    model[2].register_forward_hook(lambda *_: kill_me())
-    step(model, session, rank, 1)
-
-
-def in_backward(model: nn.Module, session: Any, rank: int) -> None:
-    model[2].register_full_backward_hook(raises)
-    step(model, session, rank, 1)
-
-
-def in_step(model: nn.Module, session: Any, rank: int) -> None:
-    session.optimizer.register_step_pre_hook(raises)
-    step(model, session, rank, 1)
-
-
-def interrupted(model: nn.Module, session: Any, rank: int) -> None:
-    model[2].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    step(model, session, rank, 1)
+def interrupt(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def interrupted_as_it_waits(model: nn.Module, session: Any, rank: int) -> None:
-    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    threading.Timer(0.3, interrupt).start()
     session.state_dict()["0.0.weight"]
 
 
-def alone(rank: int, act: Act, pause_s: float) -> None:
+ENDS: dict[str, tuple[type, Act]] = {
+    "in_forward": (Mine, lambda m, s, r: hooked(m, s, r, m[2].register_forward_hook, raises)),
+    "in_backward": (Mine, lambda m, s, r: hooked(m, s, r, m[2].register_full_backward_hook, raises)),
+    "in_step": (Mine, lambda m, s, r: hooked(m, s, r, s.optimizer.register_step_pre_hook, raises)),
+    "killed": (Ended, lambda m, s, r: hooked(m, s, r, m[2].register_forward_hook, lambda *_: kill_me())),
+    "interrupted": (KeyboardInterrupt, lambda m, s, r: hooked(m, s, r, m[2].register_forward_hook, interrupt)),
+    "interrupted_as_it_waits": (KeyboardInterrupt, interrupted_as_it_waits),
+}
+
+
+def alone(rank: int, act: str) -> None:
     with managed() as (model, session):
         step(model, session, rank, 0)
         if rank == 1:
-            act(model, session, rank)
-        time.sleep(pause_s)
+            ENDS[act][1](model, session, rank)
+        time.sleep(1.0 if act == "interrupted_as_it_waits" else 0.0)
         step(model, session, rank, 1)
         step(model, session, rank, 2)
 
 
-@pytest.mark.parametrize(
-    ("act", "raised"),
-    [
-        (in_forward, Mine),
-        (in_backward, Mine),
-        (in_step, Mine),
-        (killed, Ended),
-        (killed_in_forward, Ended),
-        (interrupted, KeyboardInterrupt),
-        (interrupted_as_it_waits, KeyboardInterrupt),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_what_ends_one_rank_is_an_error_on_all(three: Team, act: Act, raised: type) -> None:
-    answers = three.run(alone, act, 2.0 if act is interrupted_as_it_waits else 0.0)
+@pytest.mark.parametrize("act", ENDS)
+def test_what_ends_one_rank_is_an_error_on_all(three: Team, act: str) -> None:
+    answers, (raised, _) = three.run(alone, act), ENDS[act]
     assert isinstance(answers.pop(1), raised)
     for error in answers:
         assert isinstance(error, RankError), error
         if raised is Ended:
             assert error.ranks == (1,)
-        elif act is not interrupted_as_it_waits:
+        elif act != "interrupted_as_it_waits":
             assert f"rank 1: agree close after {raised.__name__}" in str(error)
 
 
@@ -145,68 +125,25 @@ def alike(rank: int) -> tuple[Tensor, Tensor]:
     return read, model[0][0].weight.detach()
 
 
-def test_an_exception_that_all_ranks_have_leaves_the_weights(three: Team) -> None:
-    for read, left in all_well(three.run(alike)):
+def test_an_exception_that_all_ranks_have_leaves_the_weights(two: Team) -> None:
+    for read, left in all_well(two.run(alike)):
         assert torch.equal(read, left)
 
 
 # what one rank does that the others do not
 
 
-def forward(model: nn.Module, session: Any, rank: int) -> None:
-    loss_of(model, rank, 1)
-
-
-def evaluation(model: nn.Module, session: Any, rank: int) -> None:
+def evaluates_alone(model: nn.Module, session: Any, rank: int) -> None:
     with torch.no_grad():
         loss_of(model, rank, 1)
 
 
-def blocks_by_hand(order: tuple[int, ...]) -> Act:
-    def act(model: nn.Module, session: Any, rank: int) -> None:
-        x = inputs(rank, 1, 0)
-        for number in order:
-            x = model[number](x)
-        x.square().mean().backward()
-        session.optimizer.step()
-
-    return act
-
-
-def left_out(model: nn.Module, session: Any, rank: int) -> None:
-    blocks_by_hand((0, 1, 3))(model, session, rank)
-
-
-def swapped(model: nn.Module, session: Any, rank: int) -> None:
-    blocks_by_hand((0, 2, 1, 3))(model, session, rank)
-
-
-def twice(model: nn.Module, session: Any, rank: int) -> None:
-    blocks_by_hand((0, 1, 2, 1, 3))(model, session, rank)
-
-
-def another_batch(model: nn.Module, session: Any, rank: int) -> None:
-    step(model, session, rank, 1)
-
-
-def reads_a_weight(model: nn.Module, session: Any, rank: int) -> None:
-    model[0][0].weight.sum().item()
-
-
-def reads_the_state_dict(model: nn.Module, session: Any, rank: int) -> None:
-    session.state_dict()["0.0.weight"]
-
-
-def reads_a_moment(model: nn.Module, session: Any, rank: int) -> None:
-    session.optimizer.state[model[0][0].weight]["exp_avg"].sum().item()
-
-
-def skips_its_step(model: nn.Module, session: Any, rank: int) -> None:
-    session.optimizer.step = lambda: None  # as `if not torch.isfinite(loss): continue` does
-
-
-def another_rate(model: nn.Module, session: Any, rank: int) -> None:
-    session.optimizer.param_groups[0]["lr"] = 0.5  # as a scheduler does that looks at this rank's loss
+def calls_blocks(model: nn.Module, session: Any, rank: int, order: tuple[int, ...]) -> None:
+    x = inputs(rank, 1, 0)
+    for number in order:
+        x = model[number](x)
+    x.square().mean().backward()
+    session.optimizer.step()
 
 
 def keeps_its_gradients(model: nn.Module, session: Any, rank: int) -> None:
@@ -214,18 +151,37 @@ def keeps_its_gradients(model: nn.Module, session: Any, rank: int) -> None:
         loss_of(model, rank, 1).backward()
 
 
-def leaves(model: nn.Module, session: Any, rank: int) -> None:
-    session.close()
+ODD: dict[str, tuple[str, int, Act]] = {
+    "forward": ("", 0, lambda m, s, r: loss_of(m, r, 1)),
+    "evaluation": ("", 0, evaluates_alone),
+    "left_out": ("", 0, lambda m, s, r: calls_blocks(m, s, r, (0, 1, 3))),
+    "swapped": ("", 0, lambda m, s, r: calls_blocks(m, s, r, (0, 2, 1, 3))),
+    "twice": ("", 0, lambda m, s, r: calls_blocks(m, s, r, (0, 1, 2, 1, 3))),
+    "reads_a_weight": ("for 0.0.weight outside of a forward", 0, lambda m, s, r: m[0][0].weight.sum().item()),
+    "reads_the_state_dict": ("of 0.0.weight", 0, lambda m, s, r: s.state_dict()["0.0.weight"]),
+    "reads_a_moment": ("of 0.0.weight", 0, lambda m, s, r: s.optimizer.state[m[0][0].weight]["exp_avg"].sum().item()),
+    "keeps_its_gradients": ("", 0, keeps_its_gradients),
+    "leaves": ("", 0, lambda m, s, r: s.close()),
+    # As `if not torch.isfinite(loss): continue` does, and a scheduler that looks at this rank's loss.
+    "skips_its_step": (
+        "after step 1 by hyper-parameters",
+        1,
+        lambda m, s, r: setattr(s.optimizer, "step", lambda: None),
+    ),
+    "another_rate": ("after step 2 by hyper-parameters", 1, lambda m, s, r: s.optimizer.param_groups[0].update(lr=0.5)),
+    "another_batch": ("", 2, lambda m, s, r: step(m, s, r, 1)),
+}
+"""What the error says, after how many steps at most, and what one rank does."""
 
 
-def odd(rank: int, act: Act) -> tuple[str, int]:
+def odd(rank: int, act: str) -> tuple[str, int]:
     """What the error says, and how many steps this rank has taken after the first one."""
     taken = 0
     try:
         with managed() as (model, session):
             step(model, session, rank, 0)
             if rank == 1:
-                act(model, session, rank)
+                ODD[act][2](model, session, rank)
             try:
                 for number in (1, 2):
                     step(model, session, rank, number)
@@ -242,27 +198,9 @@ def odd(rank: int, act: Act) -> tuple[str, int]:
     raise AssertionError("nobody has noticed")
 
 
-@pytest.mark.parametrize(
-    ("act", "said", "taken"),
-    [
-        (forward, "", 0),
-        (evaluation, "", 0),
-        (left_out, "", 0),
-        (swapped, "", 0),
-        (twice, "", 0),
-        (reads_a_weight, "for 0.0.weight outside of a forward", 0),
-        (reads_the_state_dict, "of 0.0.weight", 0),
-        (reads_a_moment, "of 0.0.weight", 0),
-        (keeps_its_gradients, "", 0),
-        (leaves, "", 0),
-        (skips_its_step, "after step 1 by hyper-parameters", 1),
-        (another_rate, "after step 2 by hyper-parameters", 1),
-        (another_batch, "", 2),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_a_rank_that_does_something_else_is_an_error_on_all(three: Team, act: Act, said: str, taken: int) -> None:
-    answers = three.run(odd, act)
+@pytest.mark.parametrize("act", ODD)
+def test_a_rank_that_does_something_else_is_an_error_on_all(two: Team, act: str) -> None:
+    answers, (said, taken, _) = two.run(odd, act), ODD[act]
     for text, steps in all_well(answers):
         assert "ranks were about to do different things, and nothing was exchanged" in text
         assert "rank 1: " in text
@@ -289,9 +227,9 @@ def weights_of(session: Any) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in session.state_dict().items()}
 
 
-def test_a_step_while_gradients_are_not_averaged_is_refused_and_may_be_taken_later(three: Team) -> None:
-    want = plain("mlp", 3)["weights"]
-    for found in all_well(three.run(postpones_its_step)):
+def test_a_step_while_gradients_are_not_averaged_is_refused_and_may_be_taken_later(two: Team) -> None:
+    want = plain("mlp", 2)["weights"]
+    for found in all_well(two.run(postpones_its_step)):
         assert all(torch.equal(found[name], value) for name, value in want.items())
 
 
@@ -332,9 +270,9 @@ def give(model: nn.Module, gradients: list[tuple[Tensor, ...]]) -> None:
         parameter.grad = sum(others, first) * (1.0 / len(gradients))
 
 
-def test_a_gradient_that_is_assigned_is_refused_and_may_be_changed_in_place(three: Team) -> None:
-    want = changed_in_place(3).state_dict()
-    for found in all_well(three.run(assigns)):
+def test_a_gradient_that_is_assigned_is_refused_and_may_be_changed_in_place(two: Team) -> None:
+    want = changed_in_place(2).state_dict()
+    for found in all_well(two.run(assigns)):
         assert all(torch.equal(found[name], value) for name, value in want.items())
 
 
@@ -520,14 +458,14 @@ def too_large(rank: int, host_memory: int, rows: tuple[int, ...]) -> tuple[int, 
         return 0, True
 
 
-def test_a_budget_refused_on_all_ranks_says_which_is_enough(three: Team) -> None:
-    rows = (8192,) * 3
-    answers = all_well(three.run(too_large, 3 << 20, rows))
+def test_a_budget_refused_on_all_ranks_says_which_is_enough(two: Team) -> None:
+    rows = (8192,) * 2
+    answers = all_well(two.run(too_large, 2 << 20, rows))
     smallest = {nbytes for nbytes, _ in answers}
     assert len(smallest) == 1
     assert all(goes_on for _, goes_on in answers)
-    assert min(smallest) > 3 << 20
-    assert all_well(three.run(too_large, min(smallest), rows)) == [(0, True)] * 3
+    assert min(smallest) > 2 << 20
+    assert all_well(two.run(too_large, min(smallest), rows)) == [(0, True)] * 2
 
 
 def test_a_budget_refused_on_one_rank_is_refused_on_all(three: Team) -> None:

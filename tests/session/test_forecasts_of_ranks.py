@@ -96,9 +96,9 @@ def test_what_a_rank_sends_is_foreseen_to_the_byte(ranks: Team, name: str) -> No
 
 
 def test_the_smallest_budget_that_is_foreseen_is_the_machines_and_fits(two: Team) -> None:
-    short = foreseen("gpt2", 0, two.size, host_memory=64 << 10)
+    short, other = (foreseen("gpt2", rank, two.size, host_memory=64 << 10) for rank in range(2))
     assert isinstance(short.refused, BudgetError)
-    smallest = max(foreseen("gpt2", rank, 2, host_memory=64 << 10).minimum["host"] for rank in range(2))
+    smallest = max(short.minimum["host"], other.minimum["host"])
     assert short.refused.smallest_bytes == short.minimum["host"] <= smallest
     assert foreseen("gpt2", 0, two.size, host_memory=smallest).fits
     all_well(two.run(train, "gpt2", {"host_memory": smallest}))

@@ -127,10 +127,7 @@ def test_the_guard_is_told_of_what_takes_the_place_of_something_that_is_gone(
 
 @pytest.mark.parametrize(("is_exceeded", "arriving_bytes"), [(False, 3 * SLOT), (True, SLOT)])
 def test_near_the_bound_the_guard_is_told_of_pages_that_are_to_come_and_not_of_those_that_have(
-    is_exceeded: bool,
-    arriving_bytes: int,
-    disk_pair: Pair,
-    monkeypatch: pytest.MonkeyPatch,
+    is_exceeded: bool, arriving_bytes: int, disk_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk_pair.train(1)
     told = list[int]()

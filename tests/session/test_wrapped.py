@@ -51,45 +51,50 @@ def prepared(model: nn.Module) -> nn.Module:
             del os.environ[name]
 
 
-def around(rank: int, wrap: Callable[[nn.Module], nn.Module], first: bool) -> tuple[str, dict[str, torch.Tensor]]:
-    """The error where a model is wrapped after `manage`, or by `first` before it, and called; and the weights after a step without the wrapper."""
+Wraps = tuple[Callable[[nn.Module], nn.Module], ...]
+
+
+def around(rank: int, wraps: Wraps, first: bool) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """The errors where a model is wrapped after `manage`, or by `first` before it, and called; and the weights after steps without wrappers."""
     model = build("mlp")
-    wrapped = wrap(model) if first else None
+    wrapped, said = [wrap(model) for wrap in wraps if first], list[str]()
     with patrickstar.manage(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **DEFAULTS) as session:
-        with pytest.raises(StateError) as refused:
-            loss_of(wrapped or wrap(model), rank, 0).backward()
-        if wrap is sharded:
-            return str(refused.value), {}  # whose hooks stay on the model
+        for wrap in wraps:
+            with pytest.raises(StateError) as refused:
+                loss_of(wrapped[0] if first else wrap(model), rank, 0).backward()
+            said.append(str(refused.value))
+        if sharded in wraps:
+            return said, {}  # whose hooks stay on the model
         for step in range(3):
             loss_of(model, rank, step).backward()
             session.optimizer.step()
             session.optimizer.zero_grad()
-        return str(refused.value), {name: value.clone() for name, value in session.state_dict().items()}
+        return said, {name: value.clone() for name, value in session.state_dict().items()}
 
 
 @pytest.mark.parametrize(
-    ("wrap", "first", "named"),
+    ("wraps", "first", "named"),
     [
-        (DistributedDataParallel, False, "by DistributedDataParallel, around a managed model"),
-        (DistributedDataParallel, True, "Sequential was called by DistributedDataParallel"),
-        (a_part, True, "Sequential was called by DistributedDataParallel"),
-        (without_sync, False, "Sequential was called by DistributedDataParallel"),
-        (flat, False, "by FSDP, around a managed model"),
-        (sharded, False, "by FSDP, around a managed model"),
-        (prepared, False, "by DistributedDataParallel, around a managed model"),
+        ((without_sync, DistributedDataParallel, prepared), False, "DistributedDataParallel, around a managed model"),
+        ((DistributedDataParallel,), True, "Sequential was called by DistributedDataParallel"),
+        ((a_part,), True, "Sequential was called by DistributedDataParallel"),
+        ((flat,), False, "by FSDP, around a managed model"),
+        ((sharded,), False, "by FSDP, around a managed model"),
     ],
-    ids=lambda value: getattr(value, "__name__", None),
+    ids=["after", "before", "a part", "FSDP", "FSDP2"],
 )
 def test_a_wrapper_around_a_managed_model_is_refused_before_anything_is_changed(
-    two: Team, wrap: Callable[[nn.Module], nn.Module], first: bool, named: str
+    two: Team, wraps: Wraps, first: bool, named: str
 ) -> None:
-    if wrap is prepared:
+    if prepared in wraps:
         pytest.importorskip("accelerate")
     want = plain("mlp", 2)["weights"]
-    for said, weights in all_well(two.run(around, wrap, first)):
-        assert named in said
-        assert "Give manage() the bare model, call that one, and give Accelerate's prepare() loaders only" in said
-        assert wrap is sharded or all(torch.equal(weights[name], value) for name, value in want.items())
+    for said, weights in all_well(two.run(around, wraps, first)):
+        assert len(said) == len(wraps)
+        for text in said:
+            assert named in text or "Sequential was called by DistributedDataParallel" in text
+            assert "Give manage() the bare model, call that one, and give Accelerate's prepare() loaders only" in text
+        assert sharded in wraps or all(torch.equal(weights[name], value) for name, value in want.items())
 
 
 def managed_inside(rank: int, wrap: Callable[[nn.Module], nn.Module], part: bool) -> str:

@@ -69,14 +69,7 @@ def flag() -> Tensor:
     return torch.ones((), dtype=torch.int32)
 
 
-def update(
-    *,
-    kept: torch.dtype,
-    grad: torch.dtype,
-    hyper: Hyper,
-    place: str,
-    factors: Sequence[Tensor] = (),
-) -> None:
+def update(*, kept: torch.dtype, grad: torch.dtype, hyper: Hyper, place: str, factors: Sequence[Tensor] = ()) -> None:
     weight = plane(kept, place)
     rest = None if kept is torch.float32 else plane(rest_type(kept), place)
     averages = plane(torch.float32, place), plane(torch.float32, place)
