@@ -5,13 +5,17 @@ import types as _types
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
+    from patrickstar.parallel.context_parallel import ContextParallel
     from patrickstar.parallel.traffic_counter import Traffic, traffic
+    from patrickstar.parallel.verification import Verification
 
-__all__ = ["Traffic", "traffic"]
+__all__ = ["ContextParallel", "Traffic", "Verification", "traffic"]
 
 _PLACES = _types.MappingProxyType(
     {
+        "ContextParallel": "patrickstar.parallel.context_parallel",
         "Traffic": "patrickstar.parallel.traffic_counter",
+        "Verification": "patrickstar.parallel.verification",
         "traffic": "patrickstar.parallel.traffic_counter",
     }
 )
