@@ -1,4 +1,4 @@
-"""What ranks do with attention that goes over them, and what a plain one says. A module by itself: each of their processes imports it, and nothing of pytest."""
+"""What ranks do with attention that goes over them, and what a plain one says. Their processes import it: nothing of pytest is in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over ranks is plain attention, to the last digits of fp64: outputs and each gradient, in every method; what it sends and keeps is a formula."""
+"""Attention over ranks is plain attention, to the last digits of fp64: outputs and each gradient. What it sends and keeps is a formula."""
 
 from __future__ import annotations
 

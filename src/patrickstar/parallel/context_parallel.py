@@ -289,10 +289,8 @@ class ContextParallel:
             )
         if mask is not None and self.method != "rsa":
             problems.append(f'attn_mask in method="{self.method}": segments= works in all, any mask with method="rsa"')
-        if mask is not None and torch.broadcast_shapes(mask.shape, (*q.shape[:3], self.size * k.shape[2])) != (
-            *(q.shape[:3]),
-            self.size * k.shape[2],
-        ):
+        pairs = (*q.shape[:3], self.size * k.shape[2])
+        if mask is not None and any(n not in {1, of} for n, of in zip(mask.shape[::-1], pairs[::-1], strict=False)):
             problems.append(f"attn_mask {list(mask.shape)}: [.., {q.shape[2]}, {self.size * k.shape[2]}] is expected")
         if dropout and self.method == "ring":
             problems.append(

@@ -41,7 +41,9 @@ class Strips:
 
     def blocks(self, *tensors: torch.Tensor) -> Iterator[tuple[int, slice, list[torch.Tensor]]]:
         """Each rank, the columns of the strip that are its tokens', and its tensors."""
-        for source, theirs in travel(self.group, [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]):
+        for source, theirs in travel(
+            self.group, [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        ):
             yield source, self.columns(source, tensors[0].shape[2]), theirs
 
     @staticmethod

@@ -18,7 +18,7 @@ class Verification:
 
     Attributes:
         loss: of the loss; of the mean square of the logits, where a batch has no labels. logits: of those of tokens that are no padding.
-        gradients: the largest of all parameters. parameter: the name of the one that has it.
+        gradients: the largest of all parameters, relative to a thousandth of the largest gradient of all at least. parameter: which has it.
     """
 
     loss: float
@@ -68,7 +68,9 @@ def verify(model: nn.Module, batch: Mapping[str, Any], cut: Cut) -> Verification
         for parameter, grad in zip(model.parameters(), before, strict=True):
             parameter.grad = grad
     logits = cut.unshard(mine[1], 1, length)
-    of_parameters = {name: _difference(mine[2][name], grad) for name, grad in whole[2].items()}
+    # A gradient may be zero but for rounding, as those of biases before a softmax are: it is looked at beside the others.
+    least = 1e-3 * max((float(grad.abs().max()) for grad in whole[2].values()), default=0.0)
+    of_parameters = {name: _difference(mine[2][name], grad, least=least) for name, grad in whole[2].items()}
     worst = max(of_parameters, key=lambda name: of_parameters[name], default="")
     return Verification(
         loss=_difference(mine[0], whole[0]),
@@ -99,6 +101,6 @@ def _mean_square(logits: torch.Tensor, valid: torch.Tensor, cut: Cut) -> torch.T
     return cut.token_mean(logits.double().square().mean(-1), mine)
 
 
-def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+def _difference(one: torch.Tensor, other: torch.Tensor, *, least: float = 0.0) -> float:
     one, other = one.double(), other.double()
-    return float((one - other).abs().max() / other.abs().max().clamp_min(torch.finfo(torch.float64).tiny))
+    return float((one - other).abs().max() / other.abs().max().clamp_min(least or torch.finfo(torch.float64).tiny))
