@@ -31,7 +31,7 @@ from transformers import (
 
 from patrickstar.errors import Error, RankError
 from patrickstar.parallel import ContextParallel, traffic
-from tests.parallel.programs_of_attention import WAYS
+from tests.parallel.programs_of_attention import contexts
 from tests.ranks import kill_me
 
 WORDS, ROWS = 50, 2
@@ -117,28 +117,21 @@ def over_ranks(kind: str, cp: ContextParallel, batch: dict[str, torch.Tensor]) -
     return loss.detach(), logits, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def errors(rank: int, size: int, kinds: list[str], batches: list[str], ways: Any = WAYS) -> dict[Any, float]:
-    """The largest error of loss, logits and gradients, relative to the largest element of each kind (a gradient may be zero), by case."""
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
-    made = {way: ContextParallel(mesh, way[0], layout=way[1]) for way in ways}
+def errors(rank: int, size: int, kind: str, batch_kind: str) -> dict[tuple[str, str], float]:
+    """The largest error of loss, logits and gradients by way, relative to the largest element of each; that of a gradient may be zero but for rounding."""
+    batch = batch_of(batch_kind)
+    loss, logits, gradients = on_one(kind, batch)
+    valid = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    largest = max(float(grad.abs().max()) for grad in gradients.values()) or 1.0
     found = {}
-    for kind in kinds:
-        for name in batches:
-            batch = batch_of(name)
-            loss, logits, gradients = on_one(kind, batch)
-            valid = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-            largest = max(float(grad.abs().max()) for grad in gradients.values()) or 1.0
-            for way, cp in made.items():
-                my_loss, my_logits, mine = over_ranks(kind, cp, batch)
-                worst = [
-                    abs(float(my_loss - loss)) / (float(loss) or 1.0),
-                    float((my_logits - logits)[valid].abs().max() / logits.abs().max()),
-                    *(
-                        float((mine[each] - grad).abs().max()) / max(float(grad.abs().max()), 1e-3 * largest)
-                        for each, grad in gradients.items()
-                    ),
-                ]
-                found[(kind, name, *way)] = max(worst)
+    for way, cp in contexts(size).items():
+        my_loss, my_logits, mine = over_ranks(kind, cp, batch)
+        of_gradients = [
+            float((mine[name] - grad).abs().max()) / max(float(grad.abs().max()), 1e-3 * largest)
+            for name, grad in gradients.items()
+        ]
+        of_logits = float((my_logits - logits)[valid].abs().max() / logits.abs().max())
+        found[way] = max(abs(float(my_loss - loss)) / (float(loss) or 1.0), of_logits, *of_gradients)
     return found
 
 

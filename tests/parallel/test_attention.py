@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from patrickstar.parallel.layouts import Layout
+from patrickstar.parallel.layouts import TokenLayout
 from tests.parallel import programs_of_attention as programs
 from tests.parallel.programs_of_attention import GRID, WAYS, A, B, Case, L, Z
 from tests.ranks import Team, Teams, all_well
@@ -67,7 +67,7 @@ def test_bytes_sent_and_kept_are_those_of_the_formulas(team_of: Teams, n: int) -
 def test_ranks_of_a_zigzag_compute_as_much_each() -> None:
     local = 16
     for n in (2, 4, 8):
-        layout, pairs = Layout("zigzag", n), []
+        layout, pairs = TokenLayout("zigzag", n), []
         for rank in range(n):
             seen = 0
             for source in range(n):

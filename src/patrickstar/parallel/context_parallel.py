@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypeVar, overload
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from patrickstar.config.problems import refuse
 from patrickstar.errors import StateError, nearest
-from patrickstar.parallel import cut_batches, token_losses, transformer_models
-from patrickstar.parallel.group import Group, digest
-from patrickstar.parallel.layouts import Layout
+from patrickstar.parallel.cut_batches import IGNORED, cut
+from patrickstar.parallel.group import MeshGroup, digest
+from patrickstar.parallel.layouts import TokenLayout
 from patrickstar.parallel.ring import Ring
 from patrickstar.parallel.strips import Strips
 from patrickstar.parallel.swapped_heads import SwappedHeads, whole
+from patrickstar.parallel.token_losses import mean_over, token_losses
+from patrickstar.parallel.transformer_models import is_parallelized, parallelize, refuse_unknown, release
 from patrickstar.parallel.verification import Verification, verify
 from patrickstar.torch_private import FakeTensor
 
@@ -35,8 +37,8 @@ class ContextParallel:
         cp.parallelize(model)
         loss = model(**cp.shard(batch)).loss
 
-    Loss, gradients and their norm are those of one rank with the whole sequences: the loss is the same on each, and gradients are to be summed over the
-    group, which `reduce_gradients` does. A copy of what holds it shares it.
+    Loss, gradients and their norm are those of one rank with the whole sequences: the loss is the same on each, and `reduce_gradients` sums gradients
+    over the group. A copy of what holds it shares it.
 
     Args:
         mesh: of one dimension, of any name.
@@ -62,8 +64,9 @@ class ContextParallel:
         refuse(list(_problems(mesh, method, layout, gradients)), of="ContextParallel")
         self.method = method
         self.layout = layout or _LAYOUTS[method][0]
-        self._group = Group(mesh)
-        self._cut = Layout(self.layout, self._group.size)  # type: ignore[arg-type]  # one of the two
+        self._group = MeshGroup(mesh)
+        self.size, self.rank = self._group.size, self._group.rank
+        self._tokens = TokenLayout(self.layout, self._group.size)
         self._gradient_scale = self.size if gradients == "mean" else 1
         self._seen: set[str] = set()
         self._group.agree("ContextParallel", f"method {method!r}, layout {self.layout!r}, gradients {gradients!r}")
@@ -73,19 +76,9 @@ class ContextParallel:
         return self
 
     @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._group.size
-
-    @property
-    def rank(self) -> int:
-        """The place of this rank among them."""
-        return self._group.rank
-
-    @property
     def multiple(self) -> int:
         """Number by which lengths are divisible."""
-        return self._cut.multiple
+        return self._tokens.multiple
 
     def positions(self, length: int, *, device: torch.device | str | None = None) -> torch.Tensor:
         """The positions [L/N] of a sequence that this rank has, in its order.
@@ -93,29 +86,20 @@ class ContextParallel:
         Raises:
             ConfigError: `length` is not divisible by `multiple`.
         """
-        if length % self.multiple:
-            refuse(
-                [
-                    f"a length of {length} over {self.size} ranks: make it {length + -length % self.multiple}, the next "
-                    f"multiple of {self.multiple} (shard(batch) pads to it)"
-                ],
-                of=f"{self.method}, {self.layout}",
+        if pad := -length % self.multiple:
+            problem = (
+                f"a length of {length} over {self.size} ranks: make it {length + pad}, a multiple of {self.multiple}"
             )
-        return self._cut.positions(self.rank, length).to(device)
+            refuse([f"{problem} (a batch that is a mapping is padded)"], of=f"{self.method}, {self.layout}")
+        return self._tokens.positions(self.rank, length).to(device)
 
-    @overload
-    def shard(self, batch: torch.Tensor, dim: int = 1) -> torch.Tensor: ...
-
-    @overload
-    def shard(self, batch: Mapping[str, Any], dim: int = 1) -> dict[str, Any]: ...
-
-    def shard(self, batch: torch.Tensor | Mapping[str, Any], dim: int = 1) -> torch.Tensor | dict[str, Any]:
-        """This rank's part of a batch, which all ranks of the group have alike.
+    def shard(self, batch: Any, dim: int = 1) -> Any:
+        """The part that this rank has of a batch, which all ranks of the group have alike.
 
         Args:
-            batch: a tensor, which is cut along `dim`, or a mapping as `transformers` names it (`input_ids`, `inputs_embeds`, `attention_mask` [B, L] of
-                1 and 0, `position_ids`, `token_type_ids`, `labels`), which is padded to what the layout needs. Labels are shifted before the cut
-                (`shift_labels`). Positions that start again are packed documents, unless there is a mask. Padding changes no result.
+            batch: a tensor, which is cut along `dim`, or a mapping as `transformers` names it (`input_ids`, `inputs_embeds`, `attention_mask` [B, L],
+                `position_ids`, `token_type_ids`, `labels`), which is padded; that changes no result. Labels are shifted before the cut
+                (`shift_labels`). Positions that start again are packed documents, unless there is a mask.
 
         Raises:
             ConfigError: a tensor whose length is not divisible by `multiple`; something in the mapping that cannot be cut.
@@ -128,7 +112,7 @@ class ContextParallel:
             return dict(batch)
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         self._agree(", ".join(f"{name} {digest(value)}" for name, value in tensors.items()), "shard", *tensors.values())
-        return cut_batches.cut(
+        return cut(
             batch,
             multiple=self.multiple,
             of_rank=lambda each: each.index_select(1, self.positions(each.shape[1], device=each.device)),
@@ -140,7 +124,7 @@ class ContextParallel:
         if self.size == 1:
             return tensor.narrow(dim, 0, tensor.shape[dim] if length is None else length)
         parts = torch.cat(list(self._group.gather(tensor)), dim)
-        order = torch.cat([self._cut.positions(rank, parts.shape[dim]) for rank in range(self.size)])
+        order = torch.cat([self._tokens.positions(rank, parts.shape[dim]) for rank in range(self.size)])
         parts = parts.index_select(dim, order.argsort().to(tensor.device))
         return parts if length is None else parts.narrow(dim, 0, length)
 
@@ -160,7 +144,7 @@ class ContextParallel:
         """Attention to all tokens of the sequences, as `torch.nn.functional.scaled_dot_product_attention` has it on one rank.
 
         Args:
-            query: [B, Z, L/N, A], this rank's tokens in the order of `positions`. key, value: [B, Zk, L/N, A]; Zk may be less than Z with `enable_gqa`.
+            query: [B, Z, L/N, A], this rank's tokens in the order of `positions`. key, value: [B, Zk, L/N, A]; Zk < Z with `enable_gqa`.
             attn_mask: [.., L/N, L], additive, or boolean and true where a token is seen; `"rsa"` only.
             dropout_p: of attention weights; not in a ring.
             segments: [B, L/N], integers: tokens see those with the same.
@@ -185,14 +169,12 @@ class ContextParallel:
             f"{shapes}, {is_causal=}, {dropout_p=}, {scale=}, segments {segments is not None}", "attention", query
         )
         if self.method == "ring":
-            return Ring(self._group, self._cut, is_causal, scale)(query, key, value, segments)
+            return Ring(self._group, self._tokens, is_causal, scale)(query, key, value, segments)
         if self.method == "rsa":
             return Strips(self._group, is_causal, scale, dropout_p)(query, key, value, segments, attn_mask)
         return SwappedHeads(self._group, is_causal, scale, dropout_p)(query, key, value, segments)
 
-    def cross_entropy(
-        self, logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = cut_batches.IGNORED
-    ) -> torch.Tensor:
+    def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = IGNORED) -> torch.Tensor:
         """The mean cross-entropy of the valid tokens of the group: the whole's value, this rank's share of the gradient.
 
         Args:
@@ -201,7 +183,7 @@ class ContextParallel:
         if self.size == 1:
             loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index)
             return torch.where((labels != ignore_index).any(), loss, 0)
-        return self.token_mean(token_losses.token_losses(logits, labels, ignore_index), labels != ignore_index)
+        return self.token_mean(token_losses(logits, labels, ignore_index), labels != ignore_index)
 
     def token_mean(
         self, values: torch.Tensor, valid: torch.Tensor, *, of: torch.Tensor | int | None = None
@@ -211,11 +193,11 @@ class ContextParallel:
         Args:
             values: one a token, of this rank's tokens. valid: booleans of the same shape. of: a number to divide their sum by, in place of theirs.
         """
-        return token_losses.token_mean(values, valid, self._group, gradient_scale=self._gradient_scale, of=of)
+        return mean_over(values, valid, self._group, gradient_scale=self._gradient_scale, of=of)
 
     @torch.no_grad()
     def reduce_gradients(self, model: nn.Module) -> None:
-        """Has gradients be those of the whole sequences: sums over the group, on each rank. Once after backward, where neither `manage` nor DDP does it."""
+        """Has gradients be those of the whole sequences, on each rank: sums over the group. Once after backward, where nothing else does it."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.size == 1 or not parameters:
             return
@@ -233,15 +215,15 @@ class ContextParallel:
         """A `transformers` model whose attention and loss go over the group from now on, itself. Batches come from `shard`.
 
         Raises:
-            ConfigError: tokens mix there in other ways than causal or full attention, or it is no model of `transformers`. StateError: it is parallelized.
+            ConfigError: tokens mix in other ways than causal or full attention, or it is no model of `transformers`. StateError: it is parallelized.
         """
-        transformer_models.refuse_unknown(model, self)
-        return model if self.size == 1 else transformer_models.parallelize(model, self)
+        refuse_unknown(model, self)
+        return model if self.size == 1 else parallelize(model, self)
 
     def release(self, model: Model) -> Model:
         """The model as it was before `parallelize`, itself."""
         if self.size > 1:
-            transformer_models.release(model, self)
+            release(model, self)
         return model
 
     def verify(self, model: nn.Module, batch: Mapping[str, Any]) -> Verification:
@@ -252,7 +234,7 @@ class ContextParallel:
         Args:
             model: parallelized, with parameters that fit beside two of their gradients. batch: whole, as for `shard`, alike on all ranks.
         """
-        if not transformer_models.is_parallelized(model, self) and self.size > 1:
+        if not is_parallelized(model, self) and self.size > 1:
             raise StateError("verify: the model is not parallelized by this object: call parallelize(model) first")
         return verify(model, batch, self)
 

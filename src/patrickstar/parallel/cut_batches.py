@@ -16,13 +16,13 @@ from patrickstar.config.problems import refuse
 from patrickstar.errors import nearest
 
 TOKENS: Final = ("input_ids", "inputs_embeds")
-_PADS: Final = ("position_ids", "token_type_ids", *TOKENS)
-_KNOWN: Final = (*_PADS, "attention_mask", "labels", "shift_labels")
+_PADS: Final[tuple[str, ...]] = ("position_ids", "token_type_ids", *TOKENS)
+_KNOWN: Final[tuple[str, ...]] = (*_PADS, "attention_mask", "labels", "shift_labels")
 IGNORED: Final = -100
 
 
 def cut(batch: Mapping[str, Any], *, multiple: int, of_rank: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    """This rank's part of a batch: all that it had, `position_ids`, and a mask where there are segments.
+    """The part that a rank has of a batch: all that it had, `position_ids`, and a mask where there are segments.
 
     Args:
         multiple: what lengths are to be divisible by. of_rank: this rank's part of a tensor along its dimension 1.
@@ -37,7 +37,7 @@ def cut(batch: Mapping[str, Any], *, multiple: int, of_rank: Callable[[torch.Ten
     pad = -length % multiple
     segments = _segments(tensors, rows, length, pad)
 
-    whole = {name: _padded(tensors[name], pad, 0) for name in _PADS if name in tensors}
+    whole: dict[str, torch.Tensor] = {name: _padded(tensors[name], pad, 0) for name in _PADS if name in tensors}
     if "position_ids" not in whole:
         whole["position_ids"] = _padded(torch.arange(length, device=tokens.device).unsqueeze(0), pad, 0)
     if "labels" in tensors or "shift_labels" in tensors:

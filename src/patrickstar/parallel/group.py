@@ -21,7 +21,7 @@ from patrickstar.torch_private import all_gather, all_to_all, reduce_scatter
 _TIMEOUT: Final = timedelta(seconds=600)
 
 
-class Group:
+class MeshGroup:
     """The ranks along one dimension of a mesh, in order. A copy of what holds it shares it.
 
     Args:
@@ -44,7 +44,7 @@ class Group:
             assert world is not None
             self._store = dist.PrefixStore(f"patrickstar/{self._group.group_name}", world.get_group_store())
 
-    def __deepcopy__(self, _: Any) -> Group:
+    def __deepcopy__(self, _: Any) -> MeshGroup:
         """The group itself: ranks are not copied."""
         return self
 
@@ -120,7 +120,7 @@ class Shift:
     between: str
 
     def wait(self) -> list[torch.Tensor]:
-        """What has come from the previous rank.
+        """The tensors that have come from the previous rank.
 
         Raises:
             RankError: a neighbour is gone, or does not answer.

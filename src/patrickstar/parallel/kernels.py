@@ -42,7 +42,7 @@ def attend(
             scores = _scores(q, k, mask, is_causal, scale)
             lse = scores.logsumexp(-1)
             weights = (scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp()
-            out = _ungrouped(_grouped(weights, k.shape[1]) @ v.to(weights.dtype), q.shape[1]).to(q.dtype)
+            out = grouped(grouped(weights, k.shape[1]) @ v.to(weights.dtype), q.shape[1]).to(q.dtype)
     if mask is not None:
         # The kernel for CPUs says 0 there, with which a row that sees nothing would weigh as much as a key with score 0.
         lse = lse.masked_fill(~mask.any(-1), -math.inf)
@@ -87,12 +87,12 @@ def attend_backward(
             return dq, _summed(dk, heads), _summed(dv, heads)
     scores = _scores(q, k, mask, is_causal, scale)
     grad, queries, keys, values = (each.to(scores.dtype) for each in (grad_out, q, k, v))
-    weights = _grouped((scores - lse.unsqueeze(-1)).exp(), heads)
-    rows = _grouped(grad, heads)
-    delta = _grouped((grad * out).sum(-1, keepdim=True), heads)
+    weights = grouped((scores - lse.unsqueeze(-1)).exp(), heads)
+    rows = grouped(grad, heads)
+    delta = grouped((grad * out).sum(-1, keepdim=True), heads)
     of_scores = weights * (rows @ values.mT - delta) * scale
-    dq = _ungrouped(of_scores @ keys, q.shape[1])
-    dk, dv = of_scores.mT @ _grouped(queries, heads), weights.mT @ rows
+    dq = grouped(of_scores @ keys, q.shape[1])
+    dk, dv = of_scores.mT @ grouped(queries, heads), weights.mT @ rows
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -123,18 +123,14 @@ def _expanded(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> to
 
 def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float) -> torch.Tensor:
     dtype = sum_dtype(q.dtype)
-    scores = _ungrouped(_grouped(q.to(dtype), k.shape[1]) @ k.to(dtype).mT * scale, q.shape[1])
+    scores = grouped(grouped(q.to(dtype), k.shape[1]) @ k.to(dtype).mT * scale, q.shape[1])
     if is_causal:
         scores = scores.masked_fill(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
     return scores if mask is None else scores.masked_fill(~mask, -math.inf)
 
 
-def _grouped(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of the query heads [B, Z, n, x] beside the key head that they share: [B, Zk, Z/Zk * n, x]."""
-    return rows.reshape(rows.shape[0], heads, -1, rows.shape[-1])
-
-
-def _ungrouped(rows: torch.Tensor, heads: int) -> torch.Tensor:
+def grouped(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of heads [B, Z, n, x] as [B, heads, Z/heads * n, x]: those of query heads beside the key head that they share, and back."""
     return rows.reshape(rows.shape[0], heads, -1, rows.shape[-1])
 
 

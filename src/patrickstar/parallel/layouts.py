@@ -16,7 +16,7 @@ ALL = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class SeenBlock:
     """Queries and keys of which each sees each, of what two ranks have; with `is_causal` those that are not after it."""
 
     queries: slice
@@ -25,7 +25,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TokenLayout:
     """A layout over `size` ranks."""
 
     name: Name
@@ -43,13 +43,13 @@ class Layout:
         parts = torch.arange(length).view(2 * self.size, -1)
         return torch.cat([parts[rank], parts[-1 - rank]])
 
-    def block(self, rank: int, source: int, local: int, *, is_causal: bool) -> Block | None:
+    def block(self, rank: int, source: int, local: int, *, is_causal: bool) -> SeenBlock | None:
         """The part of the keys of `source` that queries of `rank` see, where each has `local` tokens; None: nothing of them."""
         if not is_causal:
-            return Block(ALL, ALL)
+            return SeenBlock(ALL, ALL)
         if source == rank:  # its tokens are in the order of their positions
-            return Block(ALL, ALL, is_causal=True)
+            return SeenBlock(ALL, ALL, is_causal=True)
         if self.name == "contiguous":
-            return Block(ALL, ALL) if source < rank else None
+            return SeenBlock(ALL, ALL) if source < rank else None
         # Zigzag. The early half of those before comes before both of mine, their late half after both; of those behind both lie between mine.
-        return Block(ALL, slice(local // 2)) if source < rank else Block(slice(local // 2, None), ALL)
+        return SeenBlock(ALL, slice(local // 2)) if source < rank else SeenBlock(slice(local // 2, None), ALL)

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from patrickstar.parallel.group import Group, Shift
+from patrickstar.parallel.group import MeshGroup, Shift
 from patrickstar.parallel.kernels import attend, attend_backward, sum_dtype
-from patrickstar.parallel.layouts import Block, Layout
+from patrickstar.parallel.layouts import SeenBlock, TokenLayout
 
 _OF_GRADIENTS = 8  # a tag
 
@@ -26,8 +26,8 @@ _OF_GRADIENTS = 8  # a tag
 class Ring:
     """Attention over a ring."""
 
-    group: Group
-    layout: Layout
+    group: MeshGroup
+    layout: TokenLayout
     is_causal: bool
     scale: float
 
@@ -35,16 +35,16 @@ class Ring:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor | None
     ) -> torch.Tensor:
         """The output for this rank's queries."""
-        return _Attention.apply(query, key, value, segments, self)
+        return _RingAttention.apply(query, key, value, segments, self)
 
-    def block(self, source: int, local: int) -> Block | None:
+    def block(self, source: int, local: int) -> SeenBlock | None:
         """The part of what `source` has that this rank's queries see."""
         return self.layout.block(self.group.rank, source, local, is_causal=self.is_causal)
 
 
-class _Attention(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -77,7 +77,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse, segments = ctx.saved_tensors
         ring: Ring = ctx.ring
         dtype = sum_dtype(q.dtype)
@@ -122,8 +122,8 @@ class _Attention(torch.autograd.Function):
         return dq.to(q.dtype), dk, dv, None, None
 
 
-def travel(group: Group, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """Ranks and what they have of contiguous tensors, which are written over, from this rank on backwards. The next is under way while one is looked at."""
+def travel(group: MeshGroup, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """Ranks and their contiguous tensors, from this one on backwards. The next are under way while some are looked at; all are written over."""
     here, spare = list(tensors), [torch.empty_like(tensor) for tensor in tensors] if group.size > 1 else []
     for step in range(group.size):
         moving = group.shift(here, spare) if step < group.size - 1 else None
@@ -149,7 +149,7 @@ def unpacked(pair: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torc
     return pair[: k.numel()].view(k.shape), pair[k.numel() :].view(v.shape)
 
 
-def mask_of(block: Block, segments: torch.Tensor | None, ids: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def mask_of(block: SeenBlock, segments: torch.Tensor | None, ids: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The pairs [B, 1, n, m] of a block whose tokens are of one segment; `ids`: those of the keys, where there are any."""
     if segments is None:
         return None

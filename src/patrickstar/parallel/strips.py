@@ -1,6 +1,6 @@
 """Ring Self-Attention (arXiv 2105.13120, section 3.2): exact softmax over strips, one for each query head and rank, as long as the sequence.
 
-Each rank has c = L/N tokens: q, out [B, Z, c, A], k [B, Zk, c, A], v [B, Zk, c, Av], scores and weights [B, Z, c, L]. Keys travel for the scores, then
+Each rank has c = L/N tokens: q, out [B, Z, c, A], k [B, Zk, c, A], v [B, Zk, c, Av], scores and weights [B, Z, c, L]. Keys travel for scores, then
 values for the output; backward once more each. The paper adds up gradients of keys and values whole on each rank (all-reduce); here each rank gets
 those of its own tokens (reduce-scatter), 6 (N-1) in place of 8 (N-1). Scores and sums are in fp32 (fp64 in fp64).
 """
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from patrickstar.parallel.group import Group
-from patrickstar.parallel.kernels import sum_dtype
+from patrickstar.parallel.group import MeshGroup
+from patrickstar.parallel.kernels import grouped, sum_dtype
 from patrickstar.parallel.ring import travel
 
 
@@ -23,7 +23,7 @@ from patrickstar.parallel.ring import travel
 class Strips:
     """Attention over strips. Tokens are in contiguous parts over ranks."""
 
-    group: Group
+    group: MeshGroup
     is_causal: bool
     scale: float
     dropout: float = 0.0
@@ -37,7 +37,7 @@ class Strips:
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
         """The output for this rank's queries. `mask`: [.., c, L], true where a query sees a key, or added to the scores."""
-        return _Attention.apply(query, key, value, segments, mask, self)
+        return _StripAttention.apply(query, key, value, segments, mask, self)
 
     def blocks(self, *tensors: torch.Tensor) -> Iterator[tuple[int, slice, list[torch.Tensor]]]:
         """Each rank, the columns of the strip that are its tokens', and its tensors."""
@@ -52,9 +52,9 @@ class Strips:
         return slice(source * local, (source + 1) * local)
 
 
-class _Attention(torch.autograd.Function):
+class _StripAttention(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -65,9 +65,9 @@ class _Attention(torch.autograd.Function):
     ) -> torch.Tensor:
         dtype, local = sum_dtype(q.dtype), q.shape[2]
         scores = q.new_empty((*q.shape[:3], local * strips.group.size), dtype=dtype)
-        rows = _beside(q.to(dtype), k)
+        rows = grouped(q.to(dtype), k.shape[1])
         for _, columns, (keys, *ids) in strips.blocks(k, *([] if segments is None else [segments])):
-            block = _apart(rows @ keys.to(dtype).mT * strips.scale, q)
+            block = grouped(rows @ keys.to(dtype).mT * strips.scale, q.shape[1])
             if segments is not None:
                 block.masked_fill_((segments[:, :, None] != ids[0][:, None, :]).unsqueeze(1), -math.inf)
             scores[..., columns] = block
@@ -82,7 +82,7 @@ class _Attention(torch.autograd.Function):
         out = torch.zeros((*q.shape[:3], v.shape[-1]), dtype=dtype, device=q.device)
         dropped = _dropped(weights, kept, strips)
         for _, columns, (values,) in strips.blocks(v):
-            out += _apart(_beside(dropped[..., columns].to(dtype), k) @ values.to(dtype), q)
+            out += grouped(grouped(dropped[..., columns].to(dtype), k.shape[1]) @ values.to(dtype), q.shape[1])
         ctx.strips = strips
         ctx.bias = None if mask is None or not mask.requires_grad else (mask.shape, mask.dtype)
         ctx.save_for_backward(q, k, v, weights, kept)
@@ -90,19 +90,19 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, weights, kept = ctx.saved_tensors
         strips: Strips = ctx.strips
         dtype, local = sum_dtype(q.dtype), q.shape[2]
-        rows, grad = _beside(q.to(dtype), k), _beside(grad_out.to(dtype), k)
+        rows, grad = grouped(q.to(dtype), k.shape[1]), grouped(grad_out.to(dtype), k.shape[1])
         dropped = _dropped(weights, kept, strips)
 
         dv = torch.empty((strips.group.size, *v.shape), dtype=dtype, device=v.device)
         for source in range(strips.group.size):
-            dv[source] = _beside(dropped[..., strips.columns(source, local)].to(dtype), k).mT @ grad
+            dv[source] = grouped(dropped[..., strips.columns(source, local)].to(dtype), k.shape[1]).mT @ grad
         of_weights = torch.empty_like(weights, dtype=dtype)
         for _, columns, (values,) in strips.blocks(v):
-            of_weights[..., columns] = _apart(grad @ values.to(dtype).mT, q)
+            of_weights[..., columns] = grouped(grad @ values.to(dtype).mT, q.shape[1])
         of_scores = _dropped(of_weights, kept, strips)
         of_scores = weights * (of_scores - (of_scores * weights).sum(-1, keepdim=True))
         of_bias = None if ctx.bias is None else of_scores.sum_to_size(ctx.bias[0]).to(ctx.bias[1])
@@ -110,22 +110,13 @@ class _Attention(torch.autograd.Function):
         of_scores = of_scores * strips.scale
         dk = torch.empty((strips.group.size, *k.shape), dtype=dtype, device=k.device)
         for source in range(strips.group.size):
-            dk[source] = _beside(of_scores[..., strips.columns(source, local)], k).mT @ rows
+            dk[source] = grouped(of_scores[..., strips.columns(source, local)], k.shape[1]).mT @ rows
         dq = torch.zeros_like(q, dtype=dtype)
         for _, columns, (keys,) in strips.blocks(k):
-            dq += _apart(_beside(of_scores[..., columns], k) @ keys.to(dtype), q)
+            dq += grouped(grouped(of_scores[..., columns], k.shape[1]) @ keys.to(dtype), q.shape[1])
         of_keys, of_values = (strips.group.scatter_sum(each) for each in (dk, dv))
         return dq.to(q.dtype), of_keys.to(k.dtype), of_values.to(v.dtype), None, of_bias, None
 
 
 def _dropped(weights: torch.Tensor, kept: torch.Tensor | None, strips: Strips) -> torch.Tensor:
     return weights if kept is None else weights * kept / (1 - strips.dropout)
-
-
-def _beside(rows: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Rows of the query heads [B, Z, c, x] beside the key head that they share: [B, Zk, Z/Zk * c, x]."""
-    return rows.reshape(rows.shape[0], k.shape[1], -1, rows.shape[-1])
-
-
-def _apart(rows: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    return rows.reshape(*q.shape[:3], rows.shape[-1])

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from patrickstar.parallel.group import Group
-from patrickstar.parallel.layouts import Layout
+from patrickstar.parallel.group import MeshGroup
+from patrickstar.parallel.layouts import TokenLayout
 from patrickstar.parallel.ring import Ring
 
 
@@ -22,7 +22,7 @@ from patrickstar.parallel.ring import Ring
 class SwappedHeads:
     """Attention whose ranks swap tokens for heads. Tokens are in contiguous parts over ranks."""
 
-    group: Group
+    group: MeshGroup
     is_causal: bool
     scale: float
     dropout: float = 0.0
@@ -33,12 +33,13 @@ class SwappedHeads:
         """The output for this rank's tokens."""
         copies = max(1, self.group.size // key.shape[1])
         q, k, v = (
-            _ToHeads.apply(each, self.group)
+            _Swap.apply(each, self.group, True)
             for each in (query, key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1))
         )
         if segments is not None:
             segments = self.group.gather(segments).movedim(0, 1).flatten(1)
-        return _ToTokens.apply(whole(q, k, v, segments, None, self.is_causal, self.scale, self.dropout), self.group)
+        out = whole(q, k, v, segments, None, self.is_causal, self.scale, self.dropout)
+        return _Swap.apply(out, self.group, False)
 
 
 def whole(
@@ -53,49 +54,31 @@ def whole(
 ) -> torch.Tensor:
     """Attention of all tokens of a sequence, on one rank."""
     if segments is not None and mask is None and not dropout:  # a ring of one keeps no mask for backward
-        return Ring(Group(None), Layout("contiguous", 1), is_causal, scale)(query, key, value, segments)
+        return Ring(MeshGroup(None), TokenLayout("contiguous", 1), is_causal, scale)(query, key, value, segments)
     if segments is not None or (is_causal and mask is not None):
         seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
         if segments is not None:
             seen = (segments[:, :, None] == segments[:, None, :]).unsqueeze(1)
         seen = seen.tril() if is_causal else seen
-        if mask is None or mask.dtype == torch.bool:
-            mask = seen if mask is None else mask & seen
-        else:
-            mask = mask.masked_fill(~seen, -math.inf)
+        mask = seen if mask is None else mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
     is_grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(
         query, key, value, mask, dropout, is_causal and mask is None, scale=scale, enable_gqa=is_grouped
     )
 
 
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:  # type: ignore[override]
-        ctx.group = group
-        return to_heads(x, group)
+class _Swap(torch.autograd.Function):
+    """Brings what ranks have as [B, Z, c, A] to [B, Z/N, L, A], or back."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return _ToTokens.apply(grad, ctx.group), None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:  # type: ignore[override]
-        ctx.group = group
-        return to_tokens(x, group)
+    def forward(ctx: Any, x: torch.Tensor, group: MeshGroup, to_heads: bool) -> torch.Tensor:
+        ctx.group, ctx.to_heads = group, to_heads
+        if to_heads:
+            pieces = group.exchange(x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous())
+            return pieces.movedim(0, 2).flatten(2, 3)
+        pieces = group.exchange(x.unflatten(2, (group.size, -1)).movedim(2, 0).contiguous())
+        return pieces.movedim(0, 1).flatten(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return _ToHeads.apply(grad, ctx.group), None
-
-
-def to_heads(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """[B, Z/N, L, A] of what ranks have as [B, Z, c, A]."""
-    return group.exchange(x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous()).movedim(0, 2).flatten(2, 3)
-
-
-def to_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """[B, Z, c, A] of what ranks have as [B, Z/N, L, A]."""
-    return group.exchange(x.unflatten(2, (group.size, -1)).movedim(2, 0).contiguous()).movedim(0, 1).flatten(1, 2)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _Swap.apply(grad, ctx.group, not ctx.to_heads), None, None

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from patrickstar.errors import ConfigError
-from patrickstar.parallel.group import Group
+from patrickstar.parallel.group import MeshGroup
 
 
-def token_mean(
-    values: torch.Tensor, valid: torch.Tensor, group: Group, *, gradient_scale: int = 1, of: Any = None
+def mean_over(
+    values: torch.Tensor, valid: torch.Tensor, group: MeshGroup, *, gradient_scale: int = 1, of: Any = None
 ) -> torch.Tensor:
     """The mean of valid values over a group; 0 where there are none. `of`: a number to divide by in place of that of valid values."""
     if values.shape != valid.shape:
@@ -41,8 +41,8 @@ class _Whole(torch.autograd.Function):
     """Sum and number over a group, whose gradient is that of this rank's own."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, local: torch.Tensor, count: torch.Tensor, group: Group, scale: int
+    def forward(
+        ctx: Any, local: torch.Tensor, count: torch.Tensor, group: MeshGroup, scale: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         both = torch.stack([local, count.to(local.dtype)])
         group.add_up(both)
@@ -52,5 +52,5 @@ class _Whole(torch.autograd.Function):
         return total, number
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, None, None]:
         return grad * ctx.scale, None, None, None

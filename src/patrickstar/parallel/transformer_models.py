@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, Final, Protocol
+from collections.abc import Iterator
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -25,32 +25,14 @@ _OF_LENGTH: Final = frozenset({"dynamic", "longrope"})
 _KINDS_OF_LAYERS: Final = frozenset({"full_attention"})
 
 
-class OverRanks(Protocol):
-    """Attention and losses over ranks, as `ContextParallel` has them."""
-
-    method: str
-    attention: Callable[..., torch.Tensor]
-    token_mean: Callable[..., torch.Tensor]
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-
-    def head_problems(self, heads: int, key_heads: int) -> list[str]:
-        """Reasons why so many heads cannot be computed."""
-
-
 class Parallelized:
     """The part of a parallelized model that is ours: its attention, its loss, and a look at its calls. A copy of the model shares it.
 
     Args:
-        model: of `transformers`.
-
-    Attributes:
-        over: what it goes over.
+        model: of `transformers`. over: a `ContextParallel`, kept as `over`.
     """
 
-    def __init__(self, model: Any, over: OverRanks) -> None:
+    def __init__(self, model: Any, over: Any) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415  (an extra, and seconds)
 
         self.over = over
@@ -122,19 +104,19 @@ class Parallelized:
     def loss(
         self,
         logits: torch.Tensor,
-        labels: torch.Tensor,
-        vocab_size: int | None = None,
+        *_: Any,
         num_items_in_batch: torch.Tensor | int | None = None,
         ignore_index: int = IGNORED,
         shift_labels: torch.Tensor | None = None,
-        **_: Any,
+        **__: Any,
     ) -> torch.Tensor:
         """The loss of the group's tokens, as the model's own is of its tokens."""
         if shift_labels is None:
             raise StateError("labels that are not shifted: call the model with **cp.shard(batch)")
         self._has_made_loss = True
-        values = token_losses(logits, shift_labels.to(logits.device), ignore_index)
-        return self.over.token_mean(values, shift_labels.to(logits.device) != ignore_index, of=num_items_in_batch)
+        values = token_losses(logits, shift_labels, ignore_index)
+        mean: torch.Tensor = self.over.token_mean(values, shift_labels != ignore_index, of=num_items_in_batch)
+        return mean
 
     def _before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = {name: value for name, value in self._given(args, kwargs).items() if value is not None}
@@ -171,13 +153,13 @@ class Parallelized:
 _ATTENTION: Final = "call ContextParallel.attention in a model of your own"
 
 
-def parallelize(model: Any, over: OverRanks) -> Any:
+def parallelize(model: Any, over: Any) -> Any:
     """The model, whose attention and loss go over ranks."""
     Parallelized(model, over)
     return model
 
 
-def release(model: nn.Module, over: OverRanks) -> None:
+def release(model: nn.Module, over: Any) -> None:
     """Has a model be as it was.
 
     Raises:
@@ -189,7 +171,7 @@ def release(model: nn.Module, over: OverRanks) -> None:
     ours.undo(model)
 
 
-def is_parallelized(model: nn.Module, over: OverRanks) -> bool:
+def is_parallelized(model: nn.Module, over: Any) -> bool:
     """Tells whether a model goes over these ranks."""
     ours = _of(model)
     return ours is not None and ours.over is over
@@ -200,7 +182,7 @@ def _of(model: nn.Module) -> Parallelized | None:
     return ours if isinstance(ours, Parallelized) else None
 
 
-def refuse_unknown(model: nn.Module, over: OverRanks) -> None:
+def refuse_unknown(model: nn.Module, over: Any) -> None:
     """Nothing, where a model is known to be right over ranks. Raises as `ContextParallel.parallelize` does."""
     library = sys.modules.get("transformers")
     if library is None or not isinstance(model, library.PreTrainedModel):
@@ -211,7 +193,7 @@ def refuse_unknown(model: nn.Module, over: OverRanks) -> None:
     refuse(list(_problems(model, over)), of=f"parallelize {type(model).__name__}")
 
 
-def _problems(model: Any, over: OverRanks) -> Iterator[str]:
+def _problems(model: Any, over: Any) -> Iterator[str]:
     config = model.config.get_text_config()
     mixing = [
         name for name, module in model.named_modules() if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase)
@@ -230,9 +212,9 @@ def _problems(model: Any, over: OverRanks) -> Iterator[str]:
     if getattr(config, "output_router_logits", False):
         yield "its router's loss is of a rank's own tokens: set output_router_logits=False"
     rope = getattr(config, "rope_parameters", None) or {}
-    types = {each.get("rope_type") for each in (rope, *(v for v in rope.values() if isinstance(v, dict)))}
+    types = {str(each.get("rope_type")) for each in (rope, *(v for v in rope.values() if isinstance(v, dict)))}
     if types & _OF_LENGTH:
-        yield f"its positions depend on the length that a rank has (rope_type {', '.join(sorted(types & _OF_LENGTH))})"
+        yield f"its positions depend on the length that a rank has (rope_type {', '.join(types & _OF_LENGTH)})"
     if any(name.rpartition(".")[2] == "pooler" for name, _ in model.named_modules()):
         yield "it pools a sequence's first token, which one rank has: build it with add_pooling_layer=False"
     parameters = inspect.signature(model.forward).parameters
