@@ -118,7 +118,7 @@ def over_ranks(kind: str, cp: ContextParallel, batch: dict[str, torch.Tensor]) -
 
 
 def errors(rank: int, size: int, kind: str, batch_kind: str) -> dict[tuple[str, str], float]:
-    """The largest error of loss, logits and gradients by way, relative to the largest element of each; that of a gradient may be zero but for rounding."""
+    """The largest error of loss, logits and gradients by way, relative to the largest element of each; a gradient may be zero but for rounding."""
     batch = batch_of(batch_kind)
     loss, logits, gradients = on_one(kind, batch)
     valid = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()

@@ -24,20 +24,20 @@ MASKED = [
 OF_OTHER_VALUES = [Case(*way, True, 2, segments=True, of_values=6) for way in WAYS]
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, 4], ids="{} ranks".format)
 def test_attention_over_ranks_is_that_of_one(team_of: Teams, n: int) -> None:
     for found in all_well(team_of(n).run(programs.errors, n, [*GRID, *MASKED, *OF_OTHER_VALUES])):
         assert {case: worst for case, worst in found.items() if not max(worst) <= 1e-12} == {}
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, 4], ids="{} ranks".format)
 def test_in_bf16_errors_are_within_three_times_those_of_one_rank(team_of: Teams, n: int) -> None:
     cases = [Case(*way, is_causal, dtype=torch.bfloat16, length=64) for way in WAYS for is_causal in (True, False)]
     for found in all_well(team_of(n).run(programs.errors_beside_flash, n, cases)):
         assert {case: worst for case, worst in found.items() if not max(worst) <= 3} == {}
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, 4], ids="{} ranks".format)
 def test_bytes_sent_and_kept_are_those_of_the_formulas(team_of: Teams, n: int) -> None:
     cases = [case for case in GRID if case.key_heads != 2]
     cases += [replace(case, dtype=torch.bfloat16) for case in cases if case.is_causal]
