@@ -44,6 +44,8 @@ from patrickstar.torch_private import (
     without_modes,
     writes_by_schema,
 )
+from tests.parallel import programs_of_groups
+from tests.ranks import Team, all_well
 
 
 def test_groups_that_torch_keeps_no_list_of_gather_and_exchange():
@@ -401,3 +403,7 @@ def test_a_fake_tensor_is_made_as_its_constructor_makes_it() -> None:
         got.data_ptr()
     with mode:
         assert (got + 1).shape == (2, 3)
+
+
+def test_a_process_group_is_found_by_what_an_operation_is_given(two: Team) -> None:
+    assert all_well(two.run(programs_of_groups.found_again)) == [[True, True, True]] * 2

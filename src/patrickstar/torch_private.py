@@ -23,7 +23,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:  # a build of torch may have none
-    from torch._C._distributed_c10d import Backend, Work
+    from torch._C._distributed_c10d import Backend, ProcessGroup, Work
 
 Plain = torch._C.DisableTorchFunctionSubclass
 """Context in which tensor subclasses behave as plain tensors."""
@@ -326,9 +326,23 @@ def broadcast(group: Backend, tensor: torch.Tensor, root: int) -> Work:
     return group.broadcast(tensor, root)  # type: ignore[attr-defined]
 
 
+def reduce_scatter(group: Backend, out: torch.Tensor, pieces: torch.Tensor) -> Work:
+    """Begins to add up pieces over the ranks of such a group: each gets, in `out`, the sum of its own, which are as many as ranks."""
+    return group._reduce_scatter_base(out, pieces)  # type: ignore[attr-defined]
+
+
 def all_to_all(group: Backend, out: torch.Tensor, pieces: torch.Tensor) -> Work:
     """Begins to send each rank of such a group its piece, and to receive, in `out`, a piece of each."""
     return group.alltoall_base(out, pieces, [], [])  # type: ignore[attr-defined]
+
+
+def process_group_of(given: Any) -> ProcessGroup:
+    """The process group that an operation of torch's is given, as it is or by name."""
+    from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group  # noqa: PLC0415  (a build may have none)
+
+    if isinstance(given, str):
+        return _resolve_process_group(given)  # type: ignore[arg-type]  # a name is a string
+    return given if isinstance(given, ProcessGroup) else ProcessGroup.unbox(given)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

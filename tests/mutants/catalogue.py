@@ -10,6 +10,7 @@ from tests.mutants.changes import CHANGES
 from tests.mutants.engine import ENGINE
 from tests.mutants.forecasts import FORECASTS
 from tests.mutants.homes import HOMES
+from tests.mutants.long_sequences import LONG_SEQUENCES
 from tests.mutants.moving import MOVING
 from tests.mutants.mutant import Mutant
 from tests.mutants.outside import OUTSIDE
@@ -43,4 +44,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *HOMES,
     *STREAMS,
     *RANKS,
+    *LONG_SEQUENCES,
 )
