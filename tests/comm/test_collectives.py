@@ -54,7 +54,7 @@ def test_a_sum_does_not_depend_on_how_much_is_summed_at_once(
     wanted = mean(list(pieces))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("patrickstar.comm.collectives._SUMMED_AT_ONCE", at_once)
-        sum_in_rank_order(out, pieces)
+        sum_in_rank_order(out, pieces, averaged=size)
     assert torch.equal(out, wanted)
 
 

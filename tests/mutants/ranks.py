@@ -43,12 +43,14 @@ def of_a_row(*words: str) -> str:
     return f"tests/parity/test_worlds.py::test_no_bit_depends_on_how_ranks_share_model_data[{row}]"
 
 
+LONG = "tests/session/test_long_sequences.py"
+
 RANKS: tuple[Mutant, ...] = (
     Fault("ranks are summed in another order", "comm.collectives:sum_in_rank_order").by(
         replace("pieces[1:]", "_.flip(0)"), *OF_THREE
     ),
     Fault("a sum over ranks is divided by their number", "comm.collectives:sum_in_rank_order").by(
-        replace("total.mul_(1 / len(pieces))", "total.div_(len(pieces))"), *OF_THREE
+        replace("total.mul_(1 / averaged)", "total.div_(averaged)"), *OF_THREE
     ),
     Fault("announcements are not compared", "comm.collectives:Collectives._announce").by(
         always("len(set(rows)) == 1"), f"{DIFFERENT}[another name]"
@@ -140,9 +142,15 @@ RANKS: tuple[Mutant, ...] = (
         replace("self.rank", "0"),
         "tests/core/test_shard_layout.py::test_the_parts_of_all_ranks_are_each_tensor_once",
     ),
-    Fault("a mesh shares over all ranks of the program", "session.assemble:assemble").by(
-        replace("Ranks(group)", "Ranks()"),
+    Fault("a mesh shares over all ranks of the program", "comm.ranks:ranks_of").by(
+        replace("partial(Ranks, members, averaged=mesh['dp'].size())", "Ranks"),
         "tests/session/test_meshes.py::test_sessions_of_one_process_have_groups_of_their_own",
+    ),
+    Fault("gradients are averaged over ranks that share a batch", "comm.ranks:ranks_of").by(
+        replace("mesh['dp'].size()", "None"), f"{LONG}::test_ranks_with_parts_of_a_batch_train_as_one[1-2]"
+    ),
+    Fault("a model that works together with others is managed alone", "comm.ranks:ranks_of").by(
+        never("name not in names and size > 1"), f"{LONG}::test_a_model_is_managed_over_the_ranks_that_it_works_with"
     ),
     Fault("a model that DDP calls is called", "step.events:Events.before_forward").by(
         drop("expect_no_wrapper"),

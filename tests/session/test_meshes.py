@@ -48,7 +48,7 @@ def test_sessions_of_one_process_have_groups_of_their_own(team_of: Teams) -> Non
 def refusals(rank: int) -> list[str]:
     """What `manage` says to meshes that it does not take; the last one after the process group has gone."""
     refused = [
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")),
         init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
         init_device_mesh("cpu", (4,)),
         DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",)),
@@ -70,8 +70,8 @@ def refusal(mesh: DeviceMesh) -> str:
 def test_meshes_that_cannot_be_meant_are_refused() -> None:
     with team(4) as ranks:
         answers = all_well(ranks.run(refusals))
-    for rank, (cp, hybrid, unnamed, *beyond, gone) in enumerate(answers):
-        assert '"cp" comes later. Give mesh["dp"]' in cp
+    for rank, (other, hybrid, unnamed, *beyond, gone) in enumerate(answers):
+        assert '"tp" comes later. Give mesh["dp"]' in other
         assert 'a mesh with the dimension "dp"' in hybrid
         assert '"replicate" comes later' in hybrid
         assert '"shard" comes later' in hybrid

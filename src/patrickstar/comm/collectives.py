@@ -125,7 +125,7 @@ class Collectives:
         *,
         flags: bytearray | None = None,
     ) -> Ticket:
-        """Has `out` [n], in fp32, be f(1/p) * (((g0 + g1) + g2) + ...), of the pieces of all ranks' `partial` [p * n] that are this rank's.
+        """Has `out` [n], in fp32, be f(1/n) * (((g0 + g1) + g2) + ...), of the pieces of all ranks' `partial` [p * n] that are this rank's.
 
         Args:
             received: to receive into: as `partial`, whose type travels. flags: each byte becomes the bitwise or of those of all ranks.
@@ -147,7 +147,7 @@ class Collectives:
                 works.append(all_gather(ranks.group, _bytes(of_all), mine))
             self._finish(*works)
             self.sent_bytes += (size - 1) * out.numel() * partial.element_size()
-            sum_in_rank_order(out, received.view(size, -1))
+            sum_in_rank_order(out, received.view(size, -1), averaged=self._ranks.averaged)
             if flags is not None:
                 for theirs in of_all:
                     mine.bitwise_or_(theirs)
@@ -316,14 +316,14 @@ class Collectives:
         return error
 
 
-def sum_in_rank_order(out: torch.Tensor, pieces: torch.Tensor) -> None:
-    """Has `out` [n] be f(1/p) * (((g0 + g1) + g2) + ...), of the rows of `pieces` [p, n]: in fp32, element for element."""
+def sum_in_rank_order(out: torch.Tensor, pieces: torch.Tensor, *, averaged: int) -> None:
+    """Has `out` [n] be f(1/averaged) * (((g0 + g1) + g2) + ...), of the rows of `pieces` [p, n]: in fp32, element for element."""
     for start in range(0, out.numel(), _SUMMED_AT_ONCE):
         total = out[start : start + _SUMMED_AT_ONCE]
         total.copy_(pieces[0, start : start + len(total)])
         for piece in pieces[1:]:
             total.add_(piece[start : start + len(total)])
-        total.mul_(1 / len(pieces))
+        total.mul_(1 / averaged)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

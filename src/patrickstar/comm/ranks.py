@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from patrickstar.config.problems import refuse
 from patrickstar.errors import some
 
 _STORE_TIMEOUT = timedelta(seconds=10)
+_DIMENSIONS = ("dp", "cp")
 
 
 def begin_process_group() -> Callable[[], None]:
@@ -29,22 +31,25 @@ def begin_process_group() -> Callable[[], None]:
 class Ranks:
     """The ranks of a process group, as seen by one of them. One process by itself has none.
 
+    Args:
+        members: their numbers in the program, in order; all of them by default. averaged: how many of them have batches of their own.
+
     Attributes:
-        rank, size: this one's place among them, and how many there are.
+        rank, size: this one's place among them, and how many there are. averaged: what their summed gradients are divided by.
         store: what they share from the start, asked over a connection of our own: nobody else's waiting holds it up. It gives up after seconds.
         group: of our own, once it is open. It stands in no list of torch's: others' groups may come and go at the same time, in any order.
     """
 
     group: dist.ProcessGroupGloo
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, members: Sequence[int] | None = None, *, averaged: int | None = None) -> None:
         world = dist.group.WORLD
         assert world is not None, "there is no process group"
-        group = world if group is None else group
-        self.rank, self.size = group.rank(), group.size()
-        self._members = dist.get_process_group_ranks(group)
-        members = hashlib.sha256(str(self._members).encode()).hexdigest()[:16]
-        store, who = world.get_group_store(), f"patrickstar/{members}"
+        self._members = list(range(world.size()) if members is None else members)
+        self.rank, self.size = self._members.index(world.rank()), len(self._members)
+        self.averaged = self.size if averaged is None else averaged
+        digest = hashlib.sha256(str(self._members).encode()).hexdigest()[:16]
+        store, who = world.get_group_store(), f"patrickstar/{digest}"
         # Each rank counts for itself how often it has been here with these: alike on all that do the same.
         name = f"{who}/{store.add(f'{who}/times/{self.rank}', 1)}"
         # Kept: where its server is in this process, it ends with its last user.
@@ -79,28 +84,38 @@ class Ranks:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def group_of(mesh: Any = None) -> dist.ProcessGroup | None:
-    """The process group of a mesh's dimension "dp"; without a mesh the default one. None where there is none.
+def ranks_of(mesh: Any, used: Mapping[str, int]) -> Callable[[], Ranks] | None:
+    """Makes the ranks that share the model; None where it is one process's own.
 
+    They are those of a mesh's dimensions "dp" and "cp" together, of which each "cp" group has one batch; without a mesh all of the process group.
+
+    Args:
+        used: sizes of the dimensions over which the model works together, by name.
     Raises:
-        ConfigError: the mesh has other dimensions, or outlives its process group, or this process is not in it.
+        ConfigError: the mesh has other dimensions, lacks one of these, or outlives its process group, or this process is not in it.
     """
     there = dist.is_available() and dist.is_initialized()
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    problems = [
+        f'the model works together over "{name}", {size} ranks, which mesh={mesh} has not: give manage() the whole mesh'
+        for name, size in used.items()
+        if name not in names and size > 1
+    ]
     if mesh is None:
-        return dist.group.WORLD if there else None
-    names, shape = mesh.mesh_dim_names or (), tuple(mesh.mesh.shape)
-    problems = []
+        refuse(problems, of="manage")
+        return Ranks if there and dist.get_world_size() > 1 else None
     if not there:
         problems.append("mesh= without a process group: call torch.distributed.init_process_group() first")
     elif mesh.get_coordinate() is None:
         problems.append(f"mesh={mesh}: this process, rank {dist.get_rank()}, is not in it")
     if "dp" not in names:
         problems.append(f'mesh={mesh}: a mesh with the dimension "dp", over which the model is shared, is expected')
-    for name, size in zip(names, shape, strict=False):
-        if name != "dp" and size > 1:
+    for name, size in zip(names, tuple(mesh.mesh.shape), strict=False):
+        if name not in _DIMENSIONS and size > 1:
             problems.append(
                 f'mesh={mesh}: "{name}" comes later. Give mesh["dp"] where each of its groups trains a model of its own'
             )
     refuse(problems, of="manage")
-    group: dist.ProcessGroup = mesh.get_group("dp")
-    return group
+    shares = tuple(name for name in names if name in _DIMENSIONS)
+    members = (mesh if shares == names else mesh[shares]).mesh.flatten().tolist()
+    return partial(Ranks, members, averaged=mesh["dp"].size()) if len(members) > 1 else None

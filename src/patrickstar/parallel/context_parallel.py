@@ -50,7 +50,7 @@ class ContextParallel:
         ConfigError: all that is wrong with the arguments, before any collective. RankError: other ranks have others.
 
     Attributes:
-        size, rank: number of ranks, and the place of this one. method, layout: see above.
+        name: of the mesh's dimension. size, rank: number of ranks, and the place of this one. method, layout, gradients: see above.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class ContextParallel:
         gradients: Literal["sum", "mean"] = "sum",
     ) -> None:
         refuse(list(_problems(mesh, method, layout, gradients)), of="ContextParallel")
-        self.method = method
+        self.method, self.gradients = method, gradients
         self.layout = layout or _LAYOUTS[method][0]
         self._group = MeshGroup(mesh)
-        self.size, self.rank = self._group.size, self._group.rank
+        self.name, self.size, self.rank = self._group.name, self._group.size, self._group.rank
         self._tokens = TokenLayout(self.layout, self._group.size)
         self._gradient_scale = self.size if gradients == "mean" else 1
         self._seen: set[str] = set()

@@ -177,6 +177,16 @@ def is_parallelized(model: nn.Module, over: Any) -> bool:
     return ours is not None and ours.over is over
 
 
+def works_together_over(model: nn.Module) -> dict[str, int]:
+    """Sizes of the mesh dimensions over which ranks have parts of one batch, by name. ConfigError: gradients are for others to average."""
+    ours = _of(model)
+    if ours is None:
+        return {}
+    if ours.over.gradients == "mean":
+        refuse(['gradients="mean" is for DDP and FSDP2, which average: leave it out under manage()'], of="manage")
+    return {ours.over.name: ours.over.size}
+
+
 def _of(model: nn.Module) -> Parallelized | None:
     ours = getattr(vars(model).get("_loss_function"), "__self__", None)
     return ours if isinstance(ours, Parallelized) else None

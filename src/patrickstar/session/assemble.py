@@ -13,7 +13,7 @@ from torch import nn
 
 from patrickstar.comm.all_ranks import AllRanks
 from patrickstar.comm.collectives import Collectives
-from patrickstar.comm.ranks import Ranks, group_of
+from patrickstar.comm.ranks import Ranks, ranks_of
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.loss_scale import LossScale
 from patrickstar.config.problems import refuse
@@ -23,6 +23,7 @@ from patrickstar.memory.filesystem import expect_usable
 from patrickstar.memory.links import MakeLane
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.user_optimizer import check_optimizer
+from patrickstar.parallel.transformer_models import works_together_over
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.parameters.wrappers import expect_unwrapped
 from patrickstar.plan.fit import of_machine
@@ -61,11 +62,11 @@ def assemble(
     Raises:
         what `manage` raises: model and optimizer are then as before.
     """
-    group = group_of(memory.mesh)
-    if group is None or group.size() == 1:
+    make_ranks = ranks_of(memory.mesh, works_together_over(model))
+    if make_ranks is None:
         return _assembled(model, optimizer, memory, None, make_lane=make_lane, choice=choice)
     # First of all: the others hear of whatever this rank refuses.
-    collectives = Collectives(Ranks(group), timeout_s=memory.options.collective_timeout)
+    collectives = Collectives(make_ranks(), timeout_s=memory.options.collective_timeout)
     try:
         return _assembled(model, optimizer, memory, collectives, make_lane=make_lane, choice=choice)
     except BaseException as error:
