@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from patrickstar.memory.process import peak_resident_bytes, reset_peak, resident_bytes
+from patrickstar.step.resources import KERNEL_VARIABLES
 
 MIB = 1 << 20
 FIXED_BYTES = 48 * MIB
@@ -33,7 +34,8 @@ def budgets(preload: Path | None, *, shares: Sequence[float], disk: str, **wante
 
 def in_child(preload: Path | None, function: str, **wanted: Any) -> dict[str, Any]:
     """What `foresee` or `measure` gives, or `life` of `deferred_child.py`, in a process of its own, under glibc or the allocator to preload."""
-    environment = {**os.environ, "LD_PRELOAD": "" if preload is None else str(preload)}
+    environment = {name: value for name, value in os.environ.items() if name not in KERNEL_VARIABLES}
+    environment["LD_PRELOAD"] = "" if preload is None else str(preload)
     command = [sys.executable, "-W", "ignore", "-c", PRELUDE, function, json.dumps(wanted)]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr[-4000:]
@@ -46,7 +48,7 @@ def main() -> None:
     """The child."""
     from tests.session.deferred_child import life
 
-    functions = {"foresee": foresee, "measure": measure, "life": life}
+    functions = {"foresee": foresee, "measure": measure, "vary": vary, "life": life}
     print(json.dumps(functions[sys.argv[1]](**json.loads(sys.argv[2]))), flush=True)
 
 
@@ -92,6 +94,24 @@ def foresee(
         "peak": known.peak["host"],
         "growth": known.peak["host"] + known.beside_bytes,
     }
+
+
+def vary(
+    *, config: Mapping[str, Any], batch: Sequence[int], disk: str, budget: int, precision: str, lengths: int
+) -> dict[str, Any]:
+    """Trains and evaluates with batches of so many lengths: bytes of growth by part."""
+    import torch
+
+    model, tokens = build(config, batch, checkpointing=False)
+    run = Run(model, tokens, budget=budget, disk=disk, clip=False, precision=precision)
+    for length in range(tokens.shape[1], tokens.shape[1] - lengths, -1):
+        run.tokens = tokens[:, :length]
+        with run.part(f"step of {length}"):
+            run.step()
+        with run.part(f"evaluation of {length}"):
+            run.evaluate()
+    run.session.close()
+    return {"allocator": "glibc", "threads": torch.get_num_threads(), "parts": run.parts}
 
 
 class Run:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from patrickstar.memory.allocator import tcmalloc_library
+from patrickstar.torch_private import computes_bf16
 from tests.memory.resident import MIB, budgets, in_child
 
 WITH_TCMALLOC = pytest.mark.skipif(
@@ -72,6 +73,18 @@ def test_a_short_life_in_little_memory_stays_within_it(allocator: str, tmp_path:
     assert run["allocator"] == allocator
     assert run["moved"]["H>K"] > 0
     expect_within(budget, run)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not computes_bf16(), reason="kernels of 16 bits are kept on processors that have instructions for them"
+)
+def test_kernels_of_many_lengths_in_16_bits_stay_within_the_fixed_costs(tmp_path: Path) -> None:
+    what = {"config": SMALL["config"], "batch": (1, 64), "precision": "bf16"}
+    run = in_child(
+        None, "vary", budget=64 * MIB, disk=str(tmp_path), lengths=12, **what
+    )  # each makes 20 kernels of 0.6 MiB
+    expect_within(64 * MIB, run)
 
 
 LIVES: list[tuple[float, dict[str, Any]]] = [

@@ -17,7 +17,7 @@ from patrickstar.memory.works_under_way import WorksUnderWay
 from patrickstar.plan.actions import Action, Issue
 from patrickstar.step import room
 from patrickstar.step.budgets import Budgets
-from patrickstar.step.room import HostRoom
+from patrickstar.step.room import HostRoom, Room
 from patrickstar.units import MIB
 from tests.composed import Composed
 from tests.session.builders import (
@@ -159,6 +159,24 @@ def test_chunks_make_room_for_what_the_process_holds_beside_them(
         disk_pair.session.state_dict()["0.weight"]
     assert executor.store.state.slots_used[Tier.HOST] == 1
     assert "more than host_memory allows" in caplog.text
+    disk_pair.expect_same()
+
+
+def test_a_stretch_opens_with_no_slots_that_the_process_has_no_room_for(
+    disk_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened_with = list[int]()
+
+    def open_room(self: HostRoom, *args: Any) -> None:
+        Room.open(self, *args)
+        opened_with.append(self._store.state.slots_used[Tier.HOST])
+
+    monkeypatch.setattr(HostRoom, "open", open_room)
+    disk_pair.train(2)
+    assert min(opened_with) > 0
+    disk_pair.session._parts.executor.room._limits = (0, 0)  # whatever is there is too much
+    disk_pair.train(1, first=2)
+    assert opened_with[-1] == 0
     disk_pair.expect_same()
 
 

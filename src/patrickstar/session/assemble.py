@@ -17,6 +17,7 @@ from patrickstar.comm.ranks import Ranks, ranks_of
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.loss_scale import LossScale
 from patrickstar.config.problems import refuse
+from patrickstar.core.machine import Tier
 from patrickstar.errors import BudgetError
 from patrickstar.hooks import watch_root
 from patrickstar.memory.filesystem import expect_usable
@@ -41,7 +42,7 @@ from patrickstar.session.scaler import LossScaler
 from patrickstar.session.session import Session
 from patrickstar.session.start import Setup, set_up
 from patrickstar.step.budgets import find_resources
-from patrickstar.step.resources import uncounted_settings
+from patrickstar.step.resources import bound_kernels, uncounted_settings
 from patrickstar.step.training_deferred import DeferredTraining
 
 _log = logging.getLogger("patrickstar")
@@ -107,6 +108,8 @@ def _assembled(
         find_passes=choose_kernels,
         ranks=ranks,
     )
+    if setup.budgets.host_binds and setup.budgets.machine.compute is Tier.HOST:
+        bound_kernels(os.environ, set_aside_bytes=setup.budgets.machine.costs.set_aside_bytes)
     uncounted = uncounted_settings(os.environ) if setup.budgets.stream_device is not None else []
     if uncounted:
         _log.warning(

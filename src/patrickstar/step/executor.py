@@ -147,7 +147,9 @@ class Executor:
         """Does what may be done as soon as a stretch of the step has begun."""
         with self.lock:
             self._update_before(())
-            actions = self.pilot.opening(self.store.leases.held())
+            held = self.store.leases.held()
+            # Its loads are under way together with what leaves for the first moment: they need the room at once.
+            actions = self.room.within(self.pilot.opening(held), (Phase.FORWARD, "start", (), held, None))
             self.store.units.limit_slots = self.pilot.capacity_slots
             self.room.open(actions, self.pending)
 

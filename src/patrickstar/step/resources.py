@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
 
-from patrickstar.core.fixed_costs import GPU_WORKSPACE_PERCENT
+from patrickstar.core.fixed_costs import CONSTANT_BYTES, GPU_WORKSPACE_PERCENT
 from patrickstar.memory.allocator import allocator
 from patrickstar.memory.driver import granule_bytes
 from patrickstar.memory.process import available_bytes, resident_bytes, total_bytes
 from patrickstar.torch_private import computes_bf16, computes_fp16
+from patrickstar.units import MIB
 
 _FAST_BF16_FROM = (8, 0)  # compute capability; before, bf16 is computed in fp32
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _COARSE_SETTINGS = ("max_split_size_mb", "roundup_power2_divisions")
 _FAST_FP16_FROM = (7, 0)
+# Of oneDNN, and of what torch has above it. Each is read when the first kernel is kept, and counts kernels, not bytes.
+KERNEL_VARIABLES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+_FIXED_BYTES_A_KERNEL = 3 * MIB  # one takes 0.6 MiB: a fifth of the fixed costs is for kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +88,16 @@ def uncounted_settings(environment: Mapping[str, str]) -> list[str]:
     """Settings of torch's allocator with which it gives out larger blocks than are counted. `environment`: of the process."""
     given = ",".join(environment.get(name, "") for name in _ALLOCATOR_VARIABLES)
     return [setting for setting in _COARSE_SETTINGS if setting in given]
+
+
+def bound_kernels(environment: MutableMapping[str, str], *, set_aside_bytes: int) -> None:
+    """Has torch keep no more kernels than fixed costs hold: one for each shape of a product in 16 bits, or a convolution, 1,024 of them as a rule.
+
+    For the whole process, from its first such kernel on: one that has made some before keeps 1,024. What `environment` has already stays.
+    """
+    kept = min(1024, max(CONSTANT_BYTES, set_aside_bytes) // _FIXED_BYTES_A_KERNEL)
+    for name in KERNEL_VARIABLES:
+        environment.setdefault(name, str(kept))
 
 
 def _fast_types(device: str, *, on_gpu: bool) -> frozenset[str]:
