@@ -47,7 +47,9 @@ LONG_SEQUENCES: tuple[Mutant, ...] = (
         replace("segments.clone()", "segments"), OF_FOUR
     ),
     Fault("sums of gradients travel in sixteen bits", BACKWARD).by(replace("sum_dtype(q.dtype)", "q.dtype"), BYTES),
-    Fault("gradients of keys end a rank before home", BACKWARD).by(drop("home += moving.wait()[0]"), OF_TWO),
+    Fault("gradients of keys end a rank before home", BACKWARD).by(
+        replace("home += moving.wait()[0]", "moving.wait()"), OF_TWO
+    ),
     Fault("a zigzag sees the late half of what comes before", "parallel.layouts:TokenLayout.block").by(
         replace("slice(local // 2)", "slice(local // 2, None)"), OF_TWO
     ),

@@ -265,4 +265,5 @@ def alone(rank: int) -> list[bool]:
         none = cp.cross_entropy(logits, torch.full_like(labels, -100))
         same.append(float(none) == 0 and not torch.autograd.grad(none, logits)[0].any())
         same.append(torch.equal(cp.unshard(cp.shard(q, 2), 2), q) and cp.multiple == 1)
+        same.append(cp.shard({"labels": labels}) == {"labels": labels})
     return same
