@@ -113,6 +113,8 @@ def over_ranks(cp: ContextParallel, case: Case, of: Whole) -> list[torch.Tensor]
         return part(tensor, 2, case.layout, cp.rank, cp.size).detach().contiguous().requires_grad_()
 
     q, k, v = (mine(each) for each in (of.q, of.k, of.v))
+    if case.key_heads == 2:  # rows that are not dense
+        q, k, v = (each.detach().mT.contiguous().mT.requires_grad_() for each in (q, k, v))
     segments = None if of.segments is None else part(of.segments, 1, case.layout, cp.rank, cp.size)
     mask = None if of.mask is None else part(of.mask, -2, case.layout, cp.rank, cp.size)
     sources = [q, k, v]
