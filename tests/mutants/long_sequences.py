@@ -46,8 +46,13 @@ LONG_SEQUENCES: tuple[Mutant, ...] = (
     Fault("a rank's own segments are written over by a hop", "parallel.ring:_present").by(
         replace("segments.clone()", "segments"), OF_FOUR
     ),
+    Fault("queries whose rows are not dense are handed to the kernel", "parallel.ring:Ring.__call__").by(
+        never("query.stride(-1) != 1"), OF_TWO
+    ),
     Fault("sums of gradients travel in sixteen bits", BACKWARD).by(replace("sum_dtype(q.dtype)", "q.dtype"), BYTES),
-    Fault("gradients of keys end a rank before home", BACKWARD).by(drop("home += moving.wait()[0]"), OF_TWO),
+    Fault("gradients of keys end a rank before home", BACKWARD).by(
+        replace("home += moving.wait()[0]", "moving.wait()"), OF_TWO
+    ),
     Fault("a zigzag sees the late half of what comes before", "parallel.layouts:TokenLayout.block").by(
         replace("slice(local // 2)", "slice(local // 2, None)"), OF_TWO
     ),

@@ -113,6 +113,8 @@ def over_ranks(cp: ContextParallel, case: Case, of: Whole) -> list[torch.Tensor]
         return part(tensor, 2, case.layout, cp.rank, cp.size).detach().contiguous().requires_grad_()
 
     q, k, v = (mine(each) for each in (of.q, of.k, of.v))
+    if case.key_heads == 2:  # rows that are not dense
+        q, k, v = (each.detach().mT.contiguous().mT.requires_grad_() for each in (q, k, v))
     segments = None if of.segments is None else part(of.segments, 1, case.layout, cp.rank, cp.size)
     mask = None if of.mask is None else part(of.mask, -2, case.layout, cp.rank, cp.size)
     sources = [q, k, v]
@@ -265,4 +267,5 @@ def alone(rank: int) -> list[bool]:
         none = cp.cross_entropy(logits, torch.full_like(labels, -100))
         same.append(float(none) == 0 and not torch.autograd.grad(none, logits)[0].any())
         same.append(torch.equal(cp.unshard(cp.shard(q, 2), 2), q) and cp.multiple == 1)
+        same.append(cp.shard({"labels": labels}) == {"labels": labels})
     return same

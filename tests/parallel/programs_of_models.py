@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     BertConfig,
@@ -185,12 +186,48 @@ def shared_and_released(rank: int, size: int) -> dict[str, bool]:
     after = (one.config._attn_implementation, set(vars(one)), len(one._forward_hooks), len(one._forward_pre_hooks))
     found["as before"] = before == after
     found["generates again"] = one.generate(batch["input_ids"][:, :4], max_new_tokens=2, do_sample=False).shape[1] == 6
-    half = cp_half_of(one, ring, batch)
-    found["a number of items"] = half
+    found["a number of items"] = halves(one, ring, batch)
+    found["shapes"] = says_nothing(ring.parallelize(one), ring.shard(batch))
     return found
 
 
-def cp_half_of(model: Any, cp: ContextParallel, batch: dict[str, torch.Tensor]) -> bool:
+def says_nothing(model: Any, mine: dict[str, torch.Tensor]) -> bool:
+    """Whether a model of fake tensors has a loss and gradients, and says nothing to other ranks."""
+    with traffic() as seen, FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        parameters = {name: mode.from_tensor(value) for name, value in model.named_parameters()}
+        given = {name: mode.from_tensor(value) for name, value in mine.items()}
+        loss = torch.func.functional_call(model, parameters, (), given).loss
+        grads = torch.autograd.grad(loss, list(parameters.values()))
+    return seen.sent == {} and loss.shape == () and len(grads) == len(parameters)
+
+
+def trained(rank: int, size: int) -> list[float]:
+    """How far losses and weights of a model are from those of one rank, relative to their largest, after steps of training."""
+    cp = ContextParallel(init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)))
+    models = [model_of("llama"), cp.parallelize(model_of("llama"))]
+    losses: list[list[float]] = [[], []]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    for kind in ("plain", "padded", "odd", "few labels"):
+        whole = {name: value for name, value in batch_of(kind).items() if name != "labels"}
+        labels = batch_of(kind)["labels"][:, 1:].flatten()
+        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            given = cp.shard(batch_of(kind)) if number else whole
+            output = model(**given)
+            loss = output.loss if number else F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels)
+            loss.backward()
+            if number:
+                cp.reduce_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[number].append(loss.item())
+    of_weights = [
+        float((one - other).abs().max() / one.abs().max())
+        for one, other in zip(*(model.parameters() for model in models), strict=True)
+    ]
+    return [max(of_weights), *(abs(one / other - 1) for one, other in zip(*losses, strict=True))]
+
+
+def halves(model: Any, cp: ContextParallel, batch: dict[str, torch.Tensor]) -> bool:
     """Whether a loss over a number of items that is given is its sum over them, as trainers accumulate."""
     mine = cp.shard(batch)
     valid = int((batch["labels"][:, 1:] != -100).sum())
@@ -227,6 +264,8 @@ def refusals(rank: int, size: int) -> dict[str, str]:
     capped = Gemma2Config(head_dim=4, layer_types=["full_attention"], sliding_window=None, **of_keys)
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     classes = GPT2Config(n_embd=16, n_layer=1, n_head=4, vocab_size=WORDS, pad_token_id=0, attn_pdrop=0.0)
+    compiled = model_of("gpt2")
+    compiled.transformer.h[0].compile()
     dropping = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_embd=16, n_layer=1, n_head=4, n_positions=24)).train()
     cp.parallelize(dropping)
     things: dict[str, Any] = {
@@ -262,6 +301,7 @@ def refusals(rank: int, size: int) -> dict[str, str]:
         "a router's loss": lambda: built(MixtralForCausalLM, MixtralConfig(output_router_logits=True, **of_keys)),
         "two sequences": lambda: built(BertLMHeadModel, BertConfig(is_decoder=True, add_cross_attention=True, **sizes)),
         "positions of a length": lambda: built(LlamaForCausalLM, LlamaConfig(rope_parameters=rope, **sizes)),
+        "compiled": lambda: cp.parallelize(compiled),
         "heads of a model": lambda: ulysses.parallelize(LlamaForCausalLM(LlamaConfig(**{**sizes, "num_attention_heads": 1}))),
         "a row's class": lambda: built(GPT2ForSequenceClassification, classes)(**given(labels=None, shift_labels=None)),
         "dropout in a model": lambda: dropping(**mine),

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from patrickstar.parallel.kernels import attend, attend_backward
 from patrickstar.parallel.layouts import TokenLayout
 from tests.parallel import programs_of_attention as programs
 from tests.parallel.programs_of_attention import GRID, WAYS, A, B, Case, L, Z
@@ -62,6 +64,17 @@ def test_bytes_sent_and_kept_are_those_of_the_formulas(team_of: Teams, n: int) -
                 assert largest <= max(B * Z * c * A, 2 * B * case.key_heads * c * A, B * c * c * case.segments)
             else:
                 assert kept == u + 2 * of_keys + B * Z * c * L * element
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_the_flash_kernel_of_a_gpu_is_called_as_torch_has_it(key_heads: int) -> None:
+    with FakeTensorMode():  # of shapes: nothing here has run it
+        q = torch.empty(2, 4, 40, 16, dtype=torch.bfloat16, device="cuda")
+        k = torch.empty(2, key_heads, 48, 16, dtype=torch.bfloat16, device="cuda")
+        out, lse = attend(q, k, k, mask=None, is_causal=False, scale=0.25)
+        grads = attend_backward(out, q, k, k, out, lse, mask=None, is_causal=False, scale=0.25)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, q.shape[:3], torch.float32)
+    assert [(grad.shape, grad.dtype) for grad in grads] == [(each.shape, each.dtype) for each in (q, k, k)]
 
 
 def test_ranks_of_a_zigzag_compute_as_much_each() -> None:

@@ -37,6 +37,11 @@ def test_models_side_by_side_copied_and_released(two: Team) -> None:
         assert [name for name, holds in found.items() if not holds] == []
 
 
+def test_a_llama_is_trained_by_a_ring_as_by_one_rank(two: Team) -> None:
+    for found in all_well(two.run(programs.trained, 2)):
+        assert max(found) < 1e-8
+
+
 REFUSED = {
     "a length that does not divide": "ConfigError.*length of 10 over 2 ranks.*12",
     "positions of such a length": "ConfigError.*12",
@@ -70,6 +75,7 @@ REFUSED = {
     "a router's loss": "ConfigError.*output_router_logits",
     "two sequences": "ConfigError.*another sequence",
     "positions of a length": "ConfigError.*dynamic",
+    "compiled": "ConfigError.*compiled",
     "heads of a model": "ConfigError.*1 heads over 2 ranks",
     "a row's class": r"StateError.*logits \[2, 2\]",
     "dropout in a model": "ConfigError.*attn_pdrop",

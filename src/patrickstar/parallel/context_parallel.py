@@ -106,12 +106,11 @@ class ContextParallel:
             RankError: another rank of the group has another batch; on all ranks.
         """
         if isinstance(batch, torch.Tensor):
-            self._agree(f"a tensor {digest(batch)}", "shard", batch)
+            self._agree_on("shard", {"a tensor": batch})
             return batch.index_select(dim, self.positions(batch.shape[dim], device=batch.device))
         if self.size == 1:
             return dict(batch)
-        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-        self._agree(", ".join(f"{name} {digest(value)}" for name, value in tensors.items()), "shard", *tensors.values())
+        self._agree_on("shard", {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
         return cut(
             batch,
             multiple=self.multiple,
@@ -164,10 +163,13 @@ class ContextParallel:
             segments = segments.to(torch.int32).expand(query.shape[0], -1).contiguous()
         if self.size == 1:
             return whole(query, key, value, segments, attn_mask, is_causal, scale, dropout_p)
-        shapes = f"{list(query.shape)}, {list(key.shape)}, {list(value.shape)}, {query.dtype}"
-        self._agree(
-            f"{shapes}, {is_causal=}, {dropout_p=}, {scale=}, segments {segments is not None}", "attention", query
+        shapes = [tuple(each.shape) for each in (query, key, value)]
+        call = (
+            f"{shapes}, {query.dtype}, {is_causal=}, {dropout_p=}, {scale=}, {segments is None=}, {attn_mask is None=}"
         )
+        if call not in self._seen and not isinstance(query, FakeTensor):
+            self._seen.add(call)
+            self._group.agree("attention", call)
         if self.method == "ring":
             return Ring(self._group, self._tokens, is_causal, scale)(query, key, value, segments)
         if self.method == "rsa":
@@ -238,14 +240,10 @@ class ContextParallel:
             raise StateError("verify: the model is not parallelized by this object: call parallelize(model) first")
         return verify(model, batch, self)
 
-    def _agree(self, text: str, what: str, *tensors: torch.Tensor) -> None:
-        if self.size == 1 or any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            return  # of shapes alone, nobody says anything
-        if what == "attention":  # once for each shape
-            if text in self._seen:
-                return
-            self._seen.add(text)
-        self._group.agree(what, text)
+    def _agree_on(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        # Of shapes alone, nobody says anything.
+        if self.size > 1 and not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
+            self._group.agree(what, ", ".join(f"{name} {digest(tensors[name])}" for name in sorted(tensors)))
 
     def _attention_problems(
         self,

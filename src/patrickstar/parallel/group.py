@@ -6,7 +6,8 @@ The group is apart from those of weights and gradients, so that a hop and a gath
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -55,30 +56,36 @@ class MeshGroup:
         for number, (mine, theirs) in enumerate(zip(tensors, into, strict=True)):
             ops.append(dist.P2POp(dist.isend, mine, after, self._group, tag + number))
             ops.append(dist.P2POp(dist.irecv, theirs, before, self._group, tag + number))
-        return Shift(dist.batch_isend_irecv(ops), list(tensors), list(into), f"ranks {before} and {after}")
+        between = f"ranks {before} and {after}"
+        with _named(between):
+            return Shift(dist.batch_isend_irecv(ops), list(tensors), list(into), between)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, [N, ...] in their order."""
         out = tensor.new_empty((self.size, *tensor.shape))
-        _finish(all_gather(self._group, out.view(-1), tensor.contiguous().view(-1)), f"{self}")
+        with _named(str(self)):
+            all_gather(self._group, out.view(-1), tensor.contiguous().view(-1)).wait()
         return out
 
     def scatter_sum(self, pieces: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of this rank's piece of each [N, ...]."""
         out = torch.empty_like(pieces[0])
-        _finish(reduce_scatter(self._group, out.view(-1), pieces.view(-1)), f"{self}")
+        with _named(str(self)):
+            reduce_scatter(self._group, out.view(-1), pieces.view(-1)).wait()
         return out
 
     def exchange(self, pieces: torch.Tensor) -> torch.Tensor:
         """Pieces for this rank, [N, ...] in the order of the ranks that send them, of what each rank has for all."""
         out = torch.empty_like(pieces)
-        _finish(all_to_all(self._group, out.view(-1), pieces.view(-1)), f"{self}")
+        with _named(str(self)):
+            all_to_all(self._group, out.view(-1), pieces.view(-1)).wait()
         return out
 
     def add_up(self, tensor: torch.Tensor) -> None:
         """Has a tensor be the sum of all ranks' ones."""
         if self.size > 1:
-            _finish(dist.all_reduce(tensor, group=self._group, async_op=True), f"{self}")
+            with _named(str(self)):
+                dist.all_reduce(tensor, group=self._group)
 
     def agree(self, what: str, text: str) -> None:
         """Compares a text with those of the other ranks, through the store: nothing goes over the process group.
@@ -125,14 +132,17 @@ class Shift:
         Raises:
             RankError: a neighbour is gone, or does not answer.
         """
-        for work in self.works:
-            _finish(work, self.between)
+        with _named(self.between):
+            for work in self.works:
+                work.wait()
         return self.into
 
 
-def _finish(work: Any, between: str) -> None:
+@contextmanager
+def _named(between: str) -> Iterator[None]:
+    """A context whose errors are those of ranks, which have names."""
     try:
-        work.wait()
+        yield
     except RuntimeError as error:
         reason = f"an exchange with {between} failed: {str(error).partition(chr(10))[0]}"
         raise RankError(f"{reason}. Start again from the newest checkpoint", reason=reason) from error

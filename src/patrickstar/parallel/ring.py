@@ -35,6 +35,8 @@ class Ring:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor | None
     ) -> torch.Tensor:
         """The output for this rank's queries."""
+        if query.stride(-1) != 1:  # which the kernel for CPUs takes for granted
+            query = query.contiguous()
         return _RingAttention.apply(query, key, value, segments, self)
 
     def block(self, source: int, local: int) -> SeenBlock | None:

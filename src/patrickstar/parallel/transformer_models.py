@@ -23,6 +23,7 @@ from patrickstar.parallel.token_losses import token_losses
 _MORE_THAN_CAUSAL: Final = ("sliding_window", "softcap", "s_aux", "position_bias")
 _OF_LENGTH: Final = frozenset({"dynamic", "longrope"})
 _KINDS_OF_LAYERS: Final = frozenset({"full_attention"})
+_WINDOWS: Final = frozenset({"sliding_attention", "chunked_attention"})
 
 
 class Parallelized:
@@ -204,34 +205,44 @@ def refuse_unknown(model: nn.Module, over: Any) -> None:
 
 
 def _problems(model: Any, over: Any) -> Iterator[str]:
-    config = model.config.get_text_config()
-    mixing = [
-        name for name, module in model.named_modules() if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase)
-    ]
-    kinds = set(getattr(config, "layer_types", None) or ()) - _KINDS_OF_LAYERS
-    if mixing or kinds - {"sliding_attention", "chunked_attention"}:
-        what = ", ".join(mixing[:3]) or ", ".join(sorted(kinds))
-        yield f"tokens mix in other ways than attention ({what}): {_ATTENTION}, and whole sequences elsewhere"
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if window or kinds & {"sliding_attention", "chunked_attention"}:
-        yield f"attention has windows (sliding_window={window}): without them it can; set sliding_window=None if all is to be seen"
-    if getattr(config, "attn_logit_softcapping", None):
-        yield "attention has soft caps (attn_logit_softcapping): causal and full attention can"
-    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
-        yield "it attends to another sequence: models of one can"
-    if getattr(config, "output_router_logits", False):
-        yield "its router's loss is of a rank's own tokens: set output_router_logits=False"
-    rope = getattr(config, "rope_parameters", None) or {}
-    types = {str(each.get("rope_type")) for each in (rope, *(v for v in rope.values() if isinstance(v, dict)))}
-    if types & _OF_LENGTH:
-        yield f"its positions depend on the length that a rank has (rope_type {', '.join(types & _OF_LENGTH)})"
-    if any(name.rpartition(".")[2] == "pooler" for name, _ in model.named_modules()):
-        yield "it pools a sequence's first token, which one rank has: build it with add_pooling_layer=False"
+    config, modules = model.config.get_text_config(), dict(model.named_modules())
+
+    def has(name: str) -> Any:
+        return getattr(config, name, None)
+
+    mixing = [name for name, each in modules.items() if isinstance(each, nn.modules.conv._ConvNd | nn.RNNBase)]
+    mixing += sorted(set(has("layer_types") or ()) - _KINDS_OF_LAYERS - _WINDOWS)
+    window = has("sliding_window") if getattr(config, "use_sliding_window", True) else None
+    rope = has("rope_parameters") or {}
+    ropes = {str(each.get("rope_type")) for each in (rope, *(v for v in rope.values() if isinstance(v, dict)))}
     parameters = inspect.signature(model.forward).parameters
-    if "position_ids" not in parameters or not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        yield f"its forward takes no position_ids, or no further arguments: {_ATTENTION}"
-    if heads := getattr(config, "num_attention_heads", None):
-        yield from over.head_problems(heads, getattr(config, "num_key_value_heads", None) or heads)
+    takes_more = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    checks = (
+        (mixing, f"tokens mix in other ways than attention ({', '.join(mixing[:3])}): {_ATTENTION}"),
+        (
+            window or _WINDOWS & set(has("layer_types") or ()),
+            f"attention has windows (sliding_window={window}): set it to None if all is to be seen",
+        ),
+        (
+            has("attn_logit_softcapping"),
+            "attention has soft caps (attn_logit_softcapping), and is to be causal or full",
+        ),
+        (config.is_encoder_decoder or has("add_cross_attention"), "it attends to another sequence: models of one can"),
+        (has("output_router_logits"), "its router's loss is of a rank's own tokens: set output_router_logits=False"),
+        (ropes & _OF_LENGTH, f"its positions depend on the length that a rank has (rope_type {', '.join(ropes)})"),
+        (
+            any(name.rpartition(".")[2] == "pooler" for name in modules),
+            "it pools a sequence's first token, which one rank has: build it with add_pooling_layer=False",
+        ),
+        (any(each._compiled_call_impl is not None for each in modules.values()), "it is compiled: without that it can"),
+        (
+            "position_ids" not in parameters or not takes_more,
+            f"its forward takes no position_ids, or no further arguments: {_ATTENTION}",
+        ),
+    )
+    yield from (text for is_so, text in checks if is_so)
+    if heads := has("num_attention_heads"):
+        yield from over.head_problems(heads, has("num_key_value_heads") or heads)
 
 
 def _refuse_mask(mask: torch.Tensor) -> None:
