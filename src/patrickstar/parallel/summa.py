@@ -1,0 +1,192 @@
+"""Products of matrices in q x q blocks (SUMMA; Optimus, arXiv 2104.05343, section 3): each is the derivative of the others.
+
+Rank (i, j) has a block of each matrix, and in q steps l:
+
+    C = A B      A_il comes along the row, B_lj along the column;  C_ij += A_il B_lj
+    C = A B^T    B_lj comes along the column;  A_ij B_lj^T is summed along the row for column l
+    C = A^T B    A_il comes along the row;  A_il^T B_ij is summed along the column for row l
+
+One dimension is cut over columns in one matrix and over rows in another: that of the steps. Panels of the next step are under way while one is
+multiplied, sums of one while the next is; no rank ever has more than two of each. A rank sends (q-1)/q of what comes along a line, or is summed.
+
+Several matrices B take one A: A B_1, A B_2, ... need each panel of A once, and so do derivatives of these. Shapes in comments: m = rows of A,
+k = the dimension of the steps, n = what is left; all of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from patrickstar.errors import ConfigError
+from patrickstar.parallel.grid import Grid, chunk_sizes, own_sums, panels
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The steps of a product. `sizes`: of the panels. `turned`: B of A B lies as [n, k], as the weight of `nn.Linear` does."""
+
+    grid: Grid
+    sizes: tuple[int, ...]
+    turned: bool = False
+
+    @classmethod
+    def over(cls, grid: Grid, size: int, *, turned: bool = False) -> Steps:
+        """The steps over a dimension of so many elements in all."""
+        return cls(grid, tuple(chunk_sizes(size, grid.q)), turned)
+
+
+def summa_ab(a: torch.Tensor, b: torch.Tensor, mesh: DeviceMesh, size: int | None = None) -> torch.Tensor:
+    """This rank's block of A B.
+
+    Args:
+        a, b: blocks [m, k] and [k, n] of A, cut by rows and columns of the mesh, and of B, cut alike.
+        mesh: of two dimensions of equal size q. size: of the dimension that is summed over, where q does not divide it (cut as `torch.chunk` does).
+    Raises:
+        ConfigError: another mesh, or blocks that do not belong together, with the numbers.
+    """
+    grid = Grid.of(mesh)
+    if grid.q == 1:
+        return a @ b
+    steps = _checked(grid, a.shape[1] * grid.q if size is None else size, a, b, a.shape[1], b.shape[0])
+    return multiply(steps, a, b)[0]
+
+
+def summa_abt(a: torch.Tensor, b: torch.Tensor, mesh: DeviceMesh, size: int | None = None) -> torch.Tensor:
+    """This rank's block [m, k] of A B^T, from blocks a [m, n] and b [k, n]. Arguments and errors as those of `summa_ab`; `size`: the rows of B."""
+    grid = Grid.of(mesh)
+    if grid.q == 1:
+        return a @ b.t()
+    steps = _checked(grid, b.shape[0] * grid.q if size is None else size, a, b, None, b.shape[0])
+    return multiply_turned(steps, a, b)
+
+
+def summa_atb(a: torch.Tensor, b: torch.Tensor, mesh: DeviceMesh, size: int | None = None) -> torch.Tensor:
+    """This rank's block [k, n] of A^T B, from blocks a [m, k] and b [m, n]. Arguments and errors as those of `summa_ab`; `size`: the columns of A."""
+    grid = Grid.of(mesh)
+    if grid.q == 1:
+        return a.t() @ b
+    steps = _checked(grid, a.shape[1] * grid.q if size is None else size, a, b, a.shape[1], None)
+    return _ATB.apply(steps, a, b)[0]
+
+
+def multiply(steps: Steps, a: torch.Tensor, *bs: torch.Tensor) -> Tensors:
+    """Blocks of A B for some B: of a [m, k] and each b [k, n] (or turned), [m, n]. Differentiable."""
+    return _AB.apply(steps, a, *bs)
+
+
+def multiply_turned(steps: Steps, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Blocks of A B^T: of a [m, n] and b [k, n], [m, k]. Differentiable."""
+    return _ABT.apply(steps, a, b)
+
+
+class _AB(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, steps: Steps, a: torch.Tensor, *bs: torch.Tensor) -> Tensors:
+        ctx.steps = steps
+        ctx.save_for_backward(a, *bs)
+        return _ab(steps, a, bs)
+
+    @staticmethod
+    def backward(ctx: Any, *dcs: torch.Tensor) -> Any:
+        a, *bs = ctx.saved_tensors
+        _, of_a, *of_bs = ctx.needs_input_grad
+        da = _ABT.apply(ctx.steps, *dcs, *bs) if of_a else None
+        return None, da, *_for(of_bs, dcs, lambda some: _ATB.apply(ctx.steps, a, *some))
+
+
+class _ABT(torch.autograd.Function):
+    """The sum of several A B^T: what a shared A of A B needs."""
+
+    @staticmethod
+    def forward(ctx: Any, steps: Steps, *both: torch.Tensor) -> torch.Tensor:
+        ctx.steps = steps
+        ctx.save_for_backward(*both)
+        return _abt(steps, *_halves(both))
+
+    @staticmethod
+    def backward(ctx: Any, *dc: torch.Tensor) -> Any:
+        (dc,), both = dc, ctx.saved_tensors  # type: ignore[assignment]
+        of_as, of_bs = _halves(ctx.needs_input_grad[1:])
+        a, b = _halves(both)
+        das = _for(of_as, b, lambda some: _AB.apply(ctx.steps, dc, *some))
+        return None, *das, *_for(of_bs, a, lambda some: _ATB.apply(ctx.steps, dc, *some))
+
+
+class _ATB(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, steps: Steps, a: torch.Tensor, *bs: torch.Tensor) -> Tensors:
+        ctx.steps = steps
+        ctx.save_for_backward(a, *bs)
+        return _atb(steps, a, bs)
+
+    @staticmethod
+    def backward(ctx: Any, *dcs: torch.Tensor) -> Any:
+        a, *bs = ctx.saved_tensors
+        _, of_a, *of_bs = ctx.needs_input_grad
+        da = _ABT.apply(ctx.steps, *bs, *dcs) if of_a else None
+        return None, da, *_for(of_bs, dcs, lambda some: _AB.apply(ctx.steps, a, *some))
+
+
+def _ab(steps: Steps, a: torch.Tensor, bs: Sequence[torch.Tensor]) -> Tensors:
+    n = 0 if steps.turned else 1
+    cs = tuple(a.new_empty(a.shape[0], b.shape[n]) for b in bs)
+    from_others = ((b, 1 - n, steps.grid.rows) for b in bs)
+    for step, (panel, *of_bs) in enumerate(panels(steps.sizes, (a, 1, steps.grid.cols), *from_others)):
+        for c, b in zip(cs, of_bs, strict=True):
+            c.addmm_(panel, b.t() if steps.turned else b, beta=min(step, 1))
+    return cs
+
+
+def _abt(steps: Steps, as_: Sequence[torch.Tensor], bs: Sequence[torch.Tensor]) -> torch.Tensor:
+    k = 1 if steps.turned else 0
+
+    def partials() -> Iterator[list[torch.Tensor]]:
+        for of_bs in panels(steps.sizes, *((b, k, steps.grid.rows) for b in bs)):
+            c = as_[0].new_empty(as_[0].shape[0], of_bs[0].shape[k])
+            for number, (a, b) in enumerate(zip(as_, of_bs, strict=True)):
+                c.addmm_(a, b if steps.turned else b.t(), beta=min(number, 1))
+            yield [c]
+
+    return own_sums(steps.grid.cols, partials())[0]
+
+
+def _atb(steps: Steps, a: torch.Tensor, bs: Sequence[torch.Tensor]) -> Tensors:
+    def partials() -> Iterator[list[torch.Tensor]]:
+        for (panel,) in panels(steps.sizes, (a, 1, steps.grid.cols)):
+            yield [b.t() @ panel if steps.turned else panel.t() @ b for b in bs]
+
+    return tuple(own_sums(steps.grid.rows, partials()))
+
+
+def _for(wanted: Sequence[bool], given: Sequence[torch.Tensor], act: Callable[[Tensors], Tensors]) -> list[Any]:
+    """The results of `act` for those that are wanted, and None for others."""
+    chosen = tuple(each for each, is_wanted in zip(given, wanted, strict=True) if is_wanted)
+    results = iter(act(chosen) if chosen else ())
+    return [next(results) if is_wanted else None for is_wanted in wanted]
+
+
+def _halves(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    return items[: len(items) // 2], items[len(items) // 2 :]
+
+
+def _checked(
+    grid: Grid, size: int, a: torch.Tensor, b: torch.Tensor, by_columns: int | None, by_rows: int | None
+) -> Steps:
+    """The steps over a dimension, once blocks are seen to be of it. `by_columns`, `by_rows`: their sizes in it, of what is cut so."""
+    steps = Steps.over(grid, size)
+    expected = (steps.sizes[grid.cols.index], steps.sizes[grid.rows.index])
+    found = (by_columns, by_rows)
+    if a.dim() != 2 or b.dim() != 2 or any(f not in {None, e} for f, e in zip(found, expected, strict=True)):
+        raise ConfigError(
+            f"blocks {list(a.shape)} and {list(b.shape)} at row {grid.rows.index}, column {grid.cols.index} of {grid.q} x {grid.q}: "
+            f"a dimension of {size} has {expected[0]} in that column and {expected[1]} in that row; give its size with size= where "
+            f"{grid.q} does not divide it"
+        )
+    return steps
