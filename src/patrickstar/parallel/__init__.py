@@ -5,13 +5,20 @@ import types as _types
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
+    from patrickstar.parallel import costs
+    from patrickstar.parallel.summa import summa_ab, summa_abt, summa_atb
+    from patrickstar.parallel.tensor_2d import Tensor2D
     from patrickstar.parallel.traffic_counter import Traffic, traffic
 
-__all__ = ["Traffic", "traffic"]
+__all__ = ["Tensor2D", "Traffic", "costs", "summa_ab", "summa_abt", "summa_atb", "traffic"]
 
 _PLACES = _types.MappingProxyType(
     {
+        "Tensor2D": "patrickstar.parallel.tensor_2d",
         "Traffic": "patrickstar.parallel.traffic_counter",
+        "summa_ab": "patrickstar.parallel.summa",
+        "summa_abt": "patrickstar.parallel.summa",
+        "summa_atb": "patrickstar.parallel.summa",
         "traffic": "patrickstar.parallel.traffic_counter",
     }
 )
