@@ -93,7 +93,8 @@ class Tensor2D:
                 layer.shares = shared
         if hasattr(type(model), "loss_function") and vocabulary:  # a property, which warns when it is asked
             model.loss_function = CausalLoss(self.grid, vocabulary[0])
-        watch_root(model, RandomStreams(self.grid.rows.index * self.size + self.grid.cols.index, device))
+        place = self.grid.rows.index * self.size + self.grid.cols.index
+        watch_root(model, RandomStreams(place, device), in_copies=True)
         return model
 
     @overload
