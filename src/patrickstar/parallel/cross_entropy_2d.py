@@ -27,12 +27,13 @@ def cross_entropy_of_blocks(
         logits: [..., V] of this column. labels: [...] of this row, alike in its columns. size: of the vocabulary.
         count: what to divide by in place of the number of valid labels.
     """
-    return _CrossEntropy.apply(grid, size, ignore_index, count, logits, labels)
+    return _CrossEntropy.apply(grid, (size, ignore_index, count), logits, labels)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grid: Grid, size: int, ignore_index: int, count: Any, logits: Any, labels: Any) -> Any:
+    def forward(ctx: Any, grid: Grid, options: tuple[int, int, Any], logits: Any, labels: Any) -> torch.Tensor:
+        size, ignore_index, count = options
         sizes = chunk_sizes(size, grid.q)
         wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
         labels = labels.flatten()
@@ -55,7 +56,7 @@ class _CrossEntropy(torch.autograd.Function):
         p = (logits.flatten(0, -2).to(lse.dtype) - lse[:, None]).exp_()
         p.scatter_add_(-1, index, -here[:, None].to(p.dtype))
         p.mul_((valid * (gradient * factor).to(p.dtype))[:, None])
-        return None, None, None, None, p.to(logits.dtype).view(logits.shape), None
+        return None, None, p.to(logits.dtype).view(logits.shape), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class CausalLoss:
         self,
         logits: torch.Tensor,
         labels: torch.Tensor | None,
-        vocab_size: int | None = None,
+        *,
         num_items_in_batch: torch.Tensor | int | None = None,
         ignore_index: int = -100,
         shift_labels: torch.Tensor | None = None,

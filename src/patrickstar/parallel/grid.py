@@ -6,6 +6,7 @@ A rank (i, j) of q x q is in row i and column j. A line is named by what varies 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,8 +63,14 @@ class Grid:
     def of(cls, mesh: DeviceMesh) -> Grid:
         """The grid of a mesh. Raises ConfigError where it has not two dimensions of one size."""
         if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2 or mesh.size(0) != mesh.size(1):
-            given = f"a mesh of {dict(zip(_names(mesh), mesh.shape, strict=True))}" if isinstance(mesh, DeviceMesh) else mesh
-            raise ConfigError(f'2D parallelism takes a mesh of two dimensions of equal size, as mesh["row", "col"]; got {given}')
+            given = (
+                f"a mesh of {dict(zip(_names(mesh), mesh.shape, strict=True))}"
+                if isinstance(mesh, DeviceMesh)
+                else mesh
+            )
+            raise ConfigError(
+                f'2D parallelism takes a mesh of two dimensions of equal size, as mesh["row", "col"]; got {given}'
+            )
         coordinate = mesh.get_coordinate()
         assert coordinate is not None, "this rank is not of the mesh"
         i, j = coordinate
@@ -107,7 +114,9 @@ class Cut:
                 of_part = zip(*(piece.chunk(self.parts, self.cols) for piece in pieces), strict=True)
                 block = torch.cat([one for part in of_part for one in part], self.cols)
         if self.rows is not None:
-            block = torch.cat(gather(block, self.rows, grid.rows, chunk_sizes(self.shape[self.rows], grid.q)), self.rows)
+            block = torch.cat(
+                gather(block, self.rows, grid.rows, chunk_sizes(self.shape[self.rows], grid.q)), self.rows
+            )
         return block
 
 
@@ -127,14 +136,24 @@ Source = tuple[torch.Tensor, int, Line]
 
 
 def panels(sizes: Sequence[int], *sources: Source) -> Iterator[list[torch.Tensor]]:
-    """The blocks of the ranks along lines, place by place, one of each source; those of the next place are under way while these are used."""
+    """The blocks of the ranks along lines, place by place, one of each source; those of the next place are under way while these are used.
+
+    A block is there until the one after the next is asked for: what is received lies in two buffers in turn.
+    """
     sources = tuple((own.contiguous(), dim, line) for own, dim, line in sources)
+    shapes = [[[*own.shape[:dim], size, *own.shape[dim + 1 :]] for size in sizes] for own, dim, _ in sources]
+    buffers = [
+        [own.new_empty(math.prod(shape[0])) for _ in sizes[1:3]]
+        for (own, *_), shape in zip(sources, shapes, strict=True)
+    ]
 
     def begin(place: int) -> list[tuple[torch.Tensor, Callable[[], Any]]]:
         begun = []
-        for own, dim, line in sources:
-            shape = [*own.shape[:dim], sizes[place], *own.shape[dim + 1 :]]
-            panel = own if place == line.index else own.new_empty(shape)
+        for (own, _, line), shape, both in zip(sources, shapes, buffers, strict=True):
+            panel = own
+            if place != line.index:
+                both.reverse()
+                panel = both[0][: math.prod(shape[place])].view(shape[place])
             begun.append((panel, line.broadcast(panel, place)))
         return begun
 
@@ -164,7 +183,7 @@ def own_sums(line: Line, partials: Iterator[list[torch.Tensor]]) -> list[torch.T
 
 def gather(own: torch.Tensor, dim: int, line: Line, sizes: Sequence[int]) -> list[torch.Tensor]:
     """The blocks of all ranks along a line, which differ in one dimension."""
-    return [panel for (panel,) in panels(sizes, (own, dim, line))]
+    return [panel.clone() for (panel,) in panels(sizes, (own, dim, line))]
 
 
 def _nothing() -> None:

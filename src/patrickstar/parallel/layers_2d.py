@@ -6,7 +6,7 @@ B: batch of a row, S: tokens, K, N: features of a column, V: vocabulary of a row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from patrickstar.parallel.grid import Cut, Grid, Line, chunk_sizes, own_sums, panels
-from patrickstar.parallel.summa import Steps, multiply, multiply_turned
+from patrickstar.parallel.summa import BlockProduct, Steps, SummedProduct
 
 TakeBlock = Callable[[nn.Parameter, Cut], nn.Parameter]
 """Gives this rank's block of a parameter, the same for one that several modules have."""
@@ -27,19 +27,21 @@ class BlockLayer(nn.Module):
         grid: the ranks. cuts: how each parameter is cut, by its name here.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(self, grid: Grid) -> None:
         super().__init__()
         self.grid = grid
         self.cuts: dict[str, Cut] = {}
 
-    def take(self, module: nn.Module, take: TakeBlock, **cuts: Cut) -> None:
+    def take(self, module: Any, take: TakeBlock, **cuts: Cut) -> None:
         """Has this rank's blocks of a module's parameters, or None where that has none."""
         self.train(module.training)
         for name, cut in cuts.items():
             parameter = getattr(module, name, None)
             self.register_parameter(name, None if parameter is None else take(parameter, cut))
-            if parameter is not None:
-                self.cuts[name] = cut
+        self.cuts = {name: cut for name, cut in cuts.items() if getattr(self, name) is not None}
 
 
 class LinearBlock(BlockLayer):
@@ -49,7 +51,7 @@ class LinearBlock(BlockLayer):
         parts: the outputs are so many matrices side by side (queries, keys and values), and a block has a piece of each.
     """
 
-    def __init__(self, grid: Grid, module: nn.Module, take: TakeBlock, *, parts: int = 1) -> None:
+    def __init__(self, grid: Grid, module: Any, take: TakeBlock, *, parts: int = 1) -> None:
         super().__init__(grid)
         self.shares: SharedInput | None = None
         self.turned = isinstance(module, nn.Linear)
@@ -60,9 +62,8 @@ class LinearBlock(BlockLayer):
         self.take(module, take, weight=weight, bias=Cut((n_out,), None, 0, parts))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The block of outputs [B, S, N]."""
         y = linear([self], x)[0] if self.shares is None else self.shares.output(self, x)
-        return y if self.bias is None else y + replicated(self.grid.rows, self.bias)
+        return y if self.bias is None else y + Replicated.apply(self.grid.rows, self.bias)
 
 
 class SharedInput:
@@ -87,10 +88,10 @@ class SharedInput:
         return y
 
 
-def linear(layers: Sequence[LinearBlock], x: torch.Tensor) -> Iterator[torch.Tensor] | list[torch.Tensor]:
+def linear(layers: Sequence[LinearBlock], x: torch.Tensor) -> list[torch.Tensor]:
     """Products of x with the weights of some layers, without biases."""
     x, *weights = autocast(x, *(layer.weight for layer in layers))
-    outputs = multiply(layers[0].steps, x.flatten(0, -2), *weights)
+    outputs = BlockProduct.apply(layers[0].steps, False, x.flatten(0, -2), *weights)
     return [y.view(*x.shape[:-1], y.shape[-1]) for y in outputs]
 
 
@@ -100,7 +101,7 @@ class NormBlock(BlockLayer):
     Sums are at least in fp32. Two numbers a token, or one without a mean, are summed along the row in a call, and so in backward.
     """
 
-    def __init__(self, grid: Grid, module: nn.Module, take: TakeBlock) -> None:
+    def __init__(self, grid: Grid, module: Any, take: TakeBlock) -> None:
         super().__init__(grid)
         self.size = int(norm_size(module))
         self.centred = isinstance(module, nn.LayerNorm)
@@ -109,17 +110,16 @@ class NormBlock(BlockLayer):
         self.take(module, take, weight=cut, bias=cut)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The block of the norm of x [B, S, K]."""
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         return _Norm.apply(self.grid, (self.size, eps, self.centred), x, self.weight, self.bias)
 
 
-def norm_size(module: nn.Module) -> int:
+def norm_size(module: Any) -> int:
     """Number of features that a norm is over."""
     return int(module.normalized_shape[-1] if hasattr(module, "normalized_shape") else module.weight.shape[-1])
 
 
-def norm_eps(module: nn.Module) -> float | None:
+def norm_eps(module: Any) -> float | None:
     """The number that a norm adds to the variance, under any of its names."""
     found = getattr(module, "variance_epsilon", None)
     return getattr(module, "eps", None) if found is None else found
@@ -132,8 +132,8 @@ def normalized(x: torch.Tensor, mean: torch.Tensor | float, scale: torch.Tensor)
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grid: Grid, options: tuple[int, float, bool], x: Any, weight: Any, bias: Any) -> torch.Tensor:
-        size, eps, centred = options
+    def forward(ctx: Any, grid: Grid, options: tuple[int, float, bool], *tensors: Any) -> torch.Tensor:
+        (size, eps, centred), (x, weight, bias) = options, tensors
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean: torch.Tensor | float = 0.0
         if centred:
@@ -179,16 +179,15 @@ class EmbeddingBlock(BlockLayer):
         self.take(module, take, weight=Cut(tuple(module.weight.shape), 0, 1))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The block of what ids stand for."""
-        return _Lookup.apply(self.grid.rows, self.sizes, self.padding_idx, ids, self.weight)
+        return _Lookup.apply(self, ids, self.weight)
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, line: Line, sizes: Sequence[int], padding_idx: int | None, ids: Any, table: Any) -> Any:
-        ctx.line, ctx.sizes, ctx.padding_idx = line, sizes, padding_idx
+    def forward(ctx: Any, layer: EmbeddingBlock, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        ctx.layer = layer
         ctx.save_for_backward(ids)
-        place = place_of(ids, sizes)
+        line, sizes, place = layer.grid.rows, layer.sizes, place_of(ids, layer.sizes)
         out = table.new_empty(*ids.shape, table.shape[1])
         for number, (panel,) in enumerate(panels(sizes, (table, 0, line))):
             here = place == number
@@ -198,9 +197,9 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> Any:
-        (ids,), sizes = ctx.saved_tensors, ctx.sizes
+        (ids,), sizes, padding = ctx.saved_tensors, ctx.layer.sizes, ctx.layer.padding_idx
         place = place_of(ids, sizes)
-        place = place if ctx.padding_idx is None else torch.where(ids == ctx.padding_idx, -1, place)
+        place = place if padding is None else torch.where(ids == padding, -1, place)
 
         def partials() -> Iterator[list[torch.Tensor]]:
             for number, size in enumerate(sizes):
@@ -208,7 +207,7 @@ class _Lookup(torch.autograd.Function):
                 rows = torch.where(place == number, ids - number * sizes[0], size)
                 yield [torch.ops.aten.embedding_dense_backward(dout, rows, size + 1, size, False)[:size]]
 
-        return None, None, None, None, own_sums(ctx.line, partials())[0]
+        return None, None, own_sums(ctx.layer.grid.rows, partials())[0]
 
 
 def place_of(ids: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -225,8 +224,7 @@ class PositionsBlock(BlockLayer):
         self.take(module, take, weight=Cut(tuple(module.weight.shape), None, 1))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The block of what positions stand for."""
-        return F.embedding(ids, replicated(self.grid.rows, self.weight), self.padding_idx)
+        return F.embedding(ids, Replicated.apply(self.grid.rows, self.weight), self.padding_idx)
 
 
 class TiedHeadBlock(BlockLayer):
@@ -238,18 +236,14 @@ class TiedHeadBlock(BlockLayer):
         self.take(module, take, weight=Cut(tuple(module.weight.shape), 0, 1), bias=Cut((module.out_features,), None, 0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The block of logits."""
         x, weight = autocast(x, self.weight)
-        y = multiply_turned(self.steps, x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
-        return y if self.bias is None else y + replicated(self.grid.rows, self.bias)
+        y = SummedProduct.apply(self.steps, x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + Replicated.apply(self.grid.rows, self.bias)
 
 
-def replicated(line: Line, vector: torch.Tensor) -> torch.Tensor:
+class Replicated(torch.autograd.Function):
     """A parameter that all ranks of a line have alike: its gradient is the sum of theirs."""
-    return _Replicated.apply(line, vector)
 
-
-class _Replicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, line: Line, vector: torch.Tensor) -> torch.Tensor:
         ctx.line = line

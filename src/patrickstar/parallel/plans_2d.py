@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -63,7 +63,7 @@ class Placed:
     """A module of a plan. `together`: those that are called with one tensor have this name in common; "": it has none with others."""
 
     name: str
-    module: nn.Module
+    module: Any
     kind: str
     together: str
 
@@ -72,7 +72,7 @@ def placed(model: nn.Module, plan: Plan | None, q: int) -> list[Placed]:
     """The modules of a model that become blocks.
 
     Raises:
-        ConfigError: no plan, a kind that is none, modules with parameters that the plan leaves out or calls what they are not, sizes that do not divide.
+        ConfigError: no plan, a kind that is none, modules that the plan leaves out or calls what they are not, sizes that do not divide.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     plan = PLANS.get(model_type or "") if plan is None else plan
@@ -83,7 +83,9 @@ def placed(model: nn.Module, plan: Plan | None, q: int) -> list[Placed]:
         )
     for pattern, kind in plan.items():
         if kind not in KINDS:
-            raise ConfigError(f"plan[{pattern!r}] is {kind!r}, which is none of {', '.join(KINDS)}{nearest(kind, KINDS)}")
+            raise ConfigError(
+                f"plan[{pattern!r}] is {kind!r}, which is none of {', '.join(KINDS)}{nearest(kind, KINDS)}"
+            )
     found = [one for name, module in model.named_modules() if (one := _placed(name, module, plan)) is not None]
     problems = _sizes_of_config(model, q) or [problem for one in found if (problem := _problem(one, q))]
     of_plan = {id(parameter) for one in found for parameter in one.module.parameters()}
@@ -114,20 +116,23 @@ def _problem(one: Placed, q: int) -> str:
     module, n_parts = one.module, 3 if one.kind == "linear_qkv" else 1
     if not _is_of(one.kind, module):
         return f"{one.name} is {type(module).__name__}, and {one.kind!r} takes {_TYPES[one.kind]}"
-    sizes: Sequence[int] = (norm_size(module),) if one.kind == "norm" else module.weight.shape
-    if one.kind in {"head", "embedding"}:
-        if not all(chunk_sizes(sizes[0], q)):
-            return f"{one.name} has a vocabulary of {sizes[0]}, of which not each of {q} blocks has a part"
+    sizes: Any = (norm_size(module),) if one.kind == "norm" else module.weight.shape
+    if one.kind in {"head", "embedding"} and not all(chunk_sizes(sizes[0], q)):
+        return f"{one.name} has a vocabulary of {sizes[0]}, of which not each of {q} blocks has a part"
     if one.kind in {"head", "embedding", "positions"}:
         sizes = sizes[1:]
     if n_parts == 3:
         outputs = sizes[0] if isinstance(module, nn.Linear) else sizes[1]
         sizes = (outputs / 3, sizes[1] if isinstance(module, nn.Linear) else sizes[0])
     uneven = [f"{size:g}" for size in sizes if size % q]
-    return f"{one.name} has dimensions {list(module.weight.shape)}: {', '.join(uneven)} does not divide by {q}" if uneven else ""
+    return (
+        f"{one.name} has dimensions {list(module.weight.shape)}: {', '.join(uneven)} does not divide by {q}"
+        if uneven
+        else ""
+    )
 
 
-def _is_of(kind: str, module: nn.Module) -> bool:
+def _is_of(kind: str, module: Any) -> bool:
     match kind:
         case "norm":
             return _is_norm(module)
@@ -139,7 +144,7 @@ def _is_of(kind: str, module: nn.Module) -> bool:
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 
-def _is_norm(module: nn.Module) -> bool:
+def _is_norm(module: Any) -> bool:
     """Tells whether a norm is one of torch's, or gives what `nn.RMSNorm` does: others add one to their weight, or scale otherwise."""
     if type(module) in (nn.LayerNorm, nn.RMSNorm):
         return len(module.normalized_shape) == 1

@@ -28,18 +28,22 @@ class RandomStreams:
     def __deepcopy__(self, memo: dict[int, Any]) -> RandomStreams:
         return self  # of a copied model, whose forwards are none within another's
 
-    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
         """Switches to this rank's numbers."""
         if kwargs.get("past_key_values") is not None:
-            raise StateError("a 2D model does not generate: its logits are blocks. Gather its state_dict() into a whole model for that")
+            raise StateError(
+                "a 2D model does not generate: its logits are blocks. Gather its state_dict() into a whole model for that"
+            )
         if not module.training:
             return
-        seed = int.from_bytes(hashlib.sha256(b"".join([*self._states(), self._place.to_bytes(4, "little")])).digest()[:8], "little")
+        seed = int.from_bytes(
+            hashlib.sha256(b"".join([*self._states(), self._place.to_bytes(4, "little")])).digest()[:8], "little"
+        )
         self._forward.enter_context(torch.random.fork_rng(self._devices))
         torch.manual_seed(seed)
         self._began = self._states()
 
-    def after_forward(self, module: nn.Module) -> None:
+    def after_forward(self, module: nn.Module) -> None:  # noqa: ARG002
         """Goes back to those of all; the next forward gets others, if this one has drawn any."""
         has_drawn = self._began and self._began != self._states()
         self._began = []

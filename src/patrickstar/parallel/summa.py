@@ -7,7 +7,7 @@ Rank (i, j) has a block of each matrix, and in q steps l:
     C = A^T B    A_il comes along the row;  A_il^T B_ij is summed along the column for row l
 
 One dimension is cut over columns in one matrix and over rows in another: that of the steps. Panels of the next step are under way while one is
-multiplied, sums of one while the next is; no rank ever has more than two of each. A rank sends (q-1)/q of what comes along a line, or is summed.
+multiplied, sums of one while the next is; no rank ever has more than two of either. A rank sends (q-1)/q of what comes along a line, or is summed.
 
 Several matrices B take one A: A B_1, A B_2, ... need each panel of A once, and so do derivatives of these. Shapes in comments: m = rows of A,
 k = the dimension of the steps, n = what is left; all of a block.
@@ -54,8 +54,8 @@ def summa_ab(a: torch.Tensor, b: torch.Tensor, mesh: DeviceMesh, size: int | Non
     grid = Grid.of(mesh)
     if grid.q == 1:
         return a @ b
-    steps = _checked(grid, a.shape[1] * grid.q if size is None else size, a, b, a.shape[1], b.shape[0])
-    return multiply(steps, a, b)[0]
+    steps = _checked(grid, a.shape[1] * grid.q if size is None else size, a, b, (a.shape[1], b.shape[0]))
+    return BlockProduct.apply(steps, False, a, b)[0]
 
 
 def summa_abt(a: torch.Tensor, b: torch.Tensor, mesh: DeviceMesh, size: int | None = None) -> torch.Tensor:
@@ -63,8 +63,8 @@ def summa_abt(a: torch.Tensor, b: torch.Tensor, mesh: DeviceMesh, size: int | No
     grid = Grid.of(mesh)
     if grid.q == 1:
         return a @ b.t()
-    steps = _checked(grid, b.shape[0] * grid.q if size is None else size, a, b, None, b.shape[0])
-    return multiply_turned(steps, a, b)
+    steps = _checked(grid, b.shape[0] * grid.q if size is None else size, a, b, (None, b.shape[0]))
+    return SummedProduct.apply(steps, a, b)
 
 
 def summa_atb(a: torch.Tensor, b: torch.Tensor, mesh: DeviceMesh, size: int | None = None) -> torch.Tensor:
@@ -72,37 +72,34 @@ def summa_atb(a: torch.Tensor, b: torch.Tensor, mesh: DeviceMesh, size: int | No
     grid = Grid.of(mesh)
     if grid.q == 1:
         return a.t() @ b
-    steps = _checked(grid, a.shape[1] * grid.q if size is None else size, a, b, a.shape[1], None)
-    return _ATB.apply(steps, a, b)[0]
+    steps = _checked(grid, a.shape[1] * grid.q if size is None else size, a, b, (a.shape[1], None))
+    return BlockProduct.apply(steps, True, a, b)[0]
 
 
-def multiply(steps: Steps, a: torch.Tensor, *bs: torch.Tensor) -> Tensors:
-    """Blocks of A B for some B: of a [m, k] and each b [k, n] (or turned), [m, n]. Differentiable."""
-    return _AB.apply(steps, a, *bs)
+class BlockProduct(torch.autograd.Function):
+    """A B for some B, or A^T B where `transposed`: of a [m, k] and each b [k, n] (or turned), [m, n]; or of each b [m, n], [k, n] (or turned)."""
 
-
-def multiply_turned(steps: Steps, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Blocks of A B^T: of a [m, n] and b [k, n], [m, k]. Differentiable."""
-    return _ABT.apply(steps, a, b)
-
-
-class _AB(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, steps: Steps, a: torch.Tensor, *bs: torch.Tensor) -> Tensors:
-        ctx.steps = steps
+    def forward(ctx: Any, steps: Steps, transposed: bool, a: torch.Tensor, *bs: torch.Tensor) -> Tensors:
+        ctx.steps, ctx.transposed = steps, transposed
         ctx.save_for_backward(a, *bs)
-        return _ab(steps, a, bs)
+        return (_atb if transposed else _ab)(steps, a, bs)
 
     @staticmethod
     def backward(ctx: Any, *dcs: torch.Tensor) -> Any:
-        a, *bs = ctx.saved_tensors
-        _, of_a, *of_bs = ctx.needs_input_grad
-        da = _ABT.apply(ctx.steps, *dcs, *bs) if of_a else None
-        return None, da, *_for(of_bs, dcs, lambda some: _ATB.apply(ctx.steps, a, *some))
+        (a, *bs), (_, _, of_a, *of_bs) = ctx.saved_tensors, ctx.needs_input_grad
+        both = (*bs, *dcs) if ctx.transposed else (*dcs, *bs)
+        da = SummedProduct.apply(ctx.steps, *both) if of_a else None
+        return (
+            None,
+            None,
+            da,
+            *_for(of_bs, dcs, lambda some: BlockProduct.apply(ctx.steps, not ctx.transposed, a, *some)),
+        )
 
 
-class _ABT(torch.autograd.Function):
-    """The sum of several A B^T: what a shared A of A B needs."""
+class SummedProduct(torch.autograd.Function):
+    """The sum of A B^T over as many a [m, n] as b [k, n] (or turned): [m, k]. Several are what one A of several A B needs."""
 
     @staticmethod
     def forward(ctx: Any, steps: Steps, *both: torch.Tensor) -> torch.Tensor:
@@ -111,27 +108,10 @@ class _ABT(torch.autograd.Function):
         return _abt(steps, *_halves(both))
 
     @staticmethod
-    def backward(ctx: Any, *dc: torch.Tensor) -> Any:
-        (dc,), both = dc, ctx.saved_tensors  # type: ignore[assignment]
-        of_as, of_bs = _halves(ctx.needs_input_grad[1:])
-        a, b = _halves(both)
-        das = _for(of_as, b, lambda some: _AB.apply(ctx.steps, dc, *some))
-        return None, *das, *_for(of_bs, a, lambda some: _ATB.apply(ctx.steps, dc, *some))
-
-
-class _ATB(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, steps: Steps, a: torch.Tensor, *bs: torch.Tensor) -> Tensors:
-        ctx.steps = steps
-        ctx.save_for_backward(a, *bs)
-        return _atb(steps, a, bs)
-
-    @staticmethod
     def backward(ctx: Any, *dcs: torch.Tensor) -> Any:
-        a, *bs = ctx.saved_tensors
-        _, of_a, *of_bs = ctx.needs_input_grad
-        da = _ABT.apply(ctx.steps, *bs, *dcs) if of_a else None
-        return None, da, *_for(of_bs, dcs, lambda some: _AB.apply(ctx.steps, a, *some))
+        (as_, bs), (of_as, of_bs) = _halves(ctx.saved_tensors), _halves(ctx.needs_input_grad[1:])
+        das = _for(of_as, bs, lambda some: BlockProduct.apply(ctx.steps, False, *dcs, *some))
+        return None, *das, *_for(of_bs, as_, lambda some: BlockProduct.apply(ctx.steps, True, *dcs, *some))
 
 
 def _ab(steps: Steps, a: torch.Tensor, bs: Sequence[torch.Tensor]) -> Tensors:
@@ -176,13 +156,10 @@ def _halves(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     return items[: len(items) // 2], items[len(items) // 2 :]
 
 
-def _checked(
-    grid: Grid, size: int, a: torch.Tensor, b: torch.Tensor, by_columns: int | None, by_rows: int | None
-) -> Steps:
-    """The steps over a dimension, once blocks are seen to be of it. `by_columns`, `by_rows`: their sizes in it, of what is cut so."""
+def _checked(grid: Grid, size: int, a: torch.Tensor, b: torch.Tensor, found: tuple[int | None, int | None]) -> Steps:
+    """The steps over a dimension, once blocks are seen to be of it. `found`: their sizes in it, of what is cut by columns and by rows."""
     steps = Steps.over(grid, size)
     expected = (steps.sizes[grid.cols.index], steps.sizes[grid.rows.index])
-    found = (by_columns, by_rows)
     if a.dim() != 2 or b.dim() != 2 or any(f not in {None, e} for f, e in zip(found, expected, strict=True)):
         raise ConfigError(
             f"blocks {list(a.shape)} and {list(b.shape)} at row {grid.rows.index}, column {grid.cols.index} of {grid.q} x {grid.q}: "

@@ -70,7 +70,9 @@ class Tensor2D:
         if any(isinstance(module, BlockLayer) for module in model.modules()):
             raise StateError(f"{type(model).__name__} is parallelized already: its parameters are blocks")
         if hasattr(model, "_orig_mod"):
-            raise ConfigError("a compiled model cannot be cut into blocks: parallelize what torch.compile was given, and do not compile it")
+            raise ConfigError(
+                "a compiled model cannot be cut into blocks: parallelize what torch.compile was given, and do not compile it"
+            )
         if self.size == 1:
             return model
         found = placed(model, plan, self.size)
@@ -81,7 +83,7 @@ class Tensor2D:
         take, together = _Blocks(self.grid), dict[str, list[LinearBlock]]()
         for one in found:
             layer = _layer(self.grid, one, take, is_tied=id(one.module.weight) in tables)
-            parent = model.get_submodule(one.name.rpartition(".")[0])
+            parent: Any = model.get_submodule(one.name.rpartition(".")[0])
             setattr(parent, one.name.rpartition(".")[2], layer)
             if one.kind == "linear_qkv" and hasattr(parent, "split_size"):  # GPT-2: where queries end and keys begin
                 parent.split_size //= self.size
@@ -92,7 +94,7 @@ class Tensor2D:
             for layer in layers:
                 layer.shares = shared
         if hasattr(type(model), "loss_function") and vocabulary:  # a property, which warns when it is asked
-            model.loss_function = CausalLoss(self.grid, vocabulary[0])
+            setattr(model, "loss_function", CausalLoss(self.grid, vocabulary[0]))  # noqa: B010
         place = self.grid.rows.index * self.size + self.grid.cols.index
         watch_root(model, RandomStreams(place, device), in_copies=True)
         return model
@@ -154,7 +156,9 @@ class Tensor2D:
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.shape[0] < self.size:
-            raise ConfigError(f"a batch of {tensor.shape[0]} over {self.size} rows of ranks: each row of the mesh takes one at least")
+            raise ConfigError(
+                f"a batch of {tensor.shape[0]} over {self.size} rows of ranks: each row of the mesh takes one at least"
+            )
         return piece(tensor, 0, self.grid.rows.index, self.size)
 
     def _gathered(self, tensor: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
@@ -168,7 +172,9 @@ class _Blocks:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # with what it is of, whose number is taken until then
+        self._made: dict[
+            int, tuple[nn.Parameter, nn.Parameter]
+        ] = {}  # with what it is of, whose number is taken until then
 
     def __call__(self, parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
         if id(parameter) not in self._made:
