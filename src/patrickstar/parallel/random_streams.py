@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from patrickstar.errors import StateError
+from patrickstar.torch_private import without_modes
 
 
 class RandomStreams:
@@ -52,5 +53,6 @@ class RandomStreams:
             torch.rand(())
 
     def _states(self) -> list[bytes]:
-        states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
-        return [state.numpy().tobytes() for state in states]
+        with without_modes():  # fake tensors are none that can be read
+            states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
+            return [state.numpy().tobytes() for state in states]

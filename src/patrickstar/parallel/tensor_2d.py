@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeVar, overload
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -138,6 +139,9 @@ class Tensor2D:
             logits: this rank's block [B, ..., V]. labels: [B, ...] of its row, each the one that its logits are about.
             vocab_size: of the whole, where q does not divide it.
         """
+        if self.size == 1:
+            total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index, reduction="sum")
+            return total / (labels != ignore_index).sum().clamp(min=1)
         size = logits.shape[-1] * self.size if vocab_size is None else vocab_size
         return cross_entropy_of_blocks(self.grid, logits, labels, size, ignore_index=ignore_index)
 
