@@ -1,4 +1,4 @@
-"""What ranks of a q x q mesh compute beside one process that has everything. A module by itself: each of their processes imports it, and nothing of pytest."""
+"""What ranks of a q x q mesh compute beside one process that has everything. Each of their processes imports it, and nothing of pytest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,9 @@ def product(rank: int, q: int, name: str, sizes: dict[str, int]) -> dict[str, An
     torch.manual_seed(1)
     of_blocks, dense, first, second = PRODUCTS[name]
     grid = Grid.of(mesh_of(q))
-    a, b = (torch.randn([sizes[each] for each in shape], dtype=torch.float64).requires_grad_() for shape in (first, second))
+    a, b = (
+        torch.randn([sizes[each] for each in shape], dtype=torch.float64).requires_grad_() for shape in (first, second)
+    )
     c = dense(a, b)
     upstream = torch.randn_like(c)
     wanted = list(torch.autograd.grad(c, (a, b), upstream, create_graph=True))
@@ -64,7 +66,13 @@ def product(rank: int, q: int, name: str, sizes: dict[str, int]) -> dict[str, An
     pairs = zip([block, *got], [c, *wanted])
     errors = [error(Cut(tuple(whole.shape), 0, 1).whole(each.detach(), grid), whole) for each, whole in pairs]
     twice = {name: seen_backward.sent[name] - sent for name, sent in seen.sent.items()}
-    return {"errors": errors, "sent": seen.sent, "backward": twice, "peak": peak, "blocks": [block.nbytes, *(t.nbytes for t in mine)]}
+    return {
+        "errors": errors,
+        "sent": seen.sent,
+        "backward": twice,
+        "peak": peak,
+        "blocks": [block.nbytes, *(t.nbytes for t in mine)],
+    }
 
 
 @contextmanager
@@ -87,14 +95,18 @@ def gpt2(q: int, **more: Any) -> nn.Module:
     """A small GPT-2."""
     no_dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 12 * q, "n_layer": 2, "n_head": 2 * q}
-    return GPT2LMHeadModel(GPT2Config(**{**sizes, **no_dropout, "bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM", **more}))
+    return GPT2LMHeadModel(
+        GPT2Config(**{**sizes, **no_dropout, "bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM", **more})
+    )
 
 
 def llama(q: int, **more: Any) -> nn.Module:
     """A small Llama, with two query heads a key head."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 12 * q, "intermediate_size": 18 * q, "num_hidden_layers": 2}
     return LlamaForCausalLM(
-        LlamaConfig(**{**sizes, "num_attention_heads": 2 * q, "num_key_value_heads": q, "max_position_embeddings": 16, **more})
+        LlamaConfig(
+            **{**sizes, "num_attention_heads": 2 * q, "num_key_value_heads": q, "max_position_embeddings": 16, **more}
+        )
     )
 
 
@@ -110,7 +122,14 @@ def with_torchs_norms(model: nn.Module) -> nn.Module:
 class Own(nn.Module):
     """A model of nobody's: queries, keys and values of one `nn.Linear`, norms of torch's, a head of its own with a bias."""
 
-    PLAN = {"words": "embedding", "place": "positions", "qkv": "linear_qkv", "out": "linear", "*norm": "norm", "head": "head"}
+    PLAN: ClassVar = {
+        "words": "embedding",
+        "place": "positions",
+        "qkv": "linear_qkv",
+        "out": "linear",
+        "*norm": "norm",
+        "head": "head",
+    }
 
     def __init__(self, q: int) -> None:
         super().__init__()
@@ -285,7 +304,11 @@ def faked(rank: int, q: int) -> dict[str, Any]:
     with traffic() as seen, mode:
         output = model(**{name: mode.from_tensor(value) for name, value in batch.items()})
         output.loss.backward()
-    return {"logits": tuple(output.logits.shape), "sent": seen.sent, "all": all(p.grad is not None for p in model.parameters())}
+    return {
+        "logits": tuple(output.logits.shape),
+        "sent": seen.sent,
+        "all": all(p.grad is not None for p in model.parameters()),
+    }
 
 
 def refused(rank: int, q: int) -> dict[str, str]:
@@ -294,8 +317,9 @@ def refused(rank: int, q: int) -> dict[str, str]:
     line = init_device_mesh("cpu", (q * q,), mesh_dim_names=("row",))
     uneven = init_device_mesh("cpu", (1, q * q), mesh_dim_names=("row", "col"))
     done = tp.parallelize(gpt2(q))
-    biased = Own(q)
+    biased, compiled = Own(q), nn.Module()
     biased.qkv = nn.Linear(24, 75)
+    compiled._orig_mod = gpt2(q)  # as torch's own, which takes seconds to import
     acts = {
         "a line": lambda: Tensor2D(line),
         "not square": lambda: Tensor2D(uneven),
@@ -313,7 +337,7 @@ def refused(rank: int, q: int) -> dict[str, str]:
         "thirds": lambda: tp.parallelize(biased, Own.PLAN),
         "another norm": lambda: tp.parallelize(with_norm(q), Own.PLAN),
         "twice": lambda: tp.parallelize(done),
-        "compiled": lambda: tp.parallelize(torch.compile(gpt2(q))),
+        "compiled": lambda: tp.parallelize(compiled),
         "generate": lambda: done.generate(torch.zeros(2, 3, dtype=torch.int64), max_new_tokens=2),
         "blocks": lambda: summa_ab(torch.zeros(3, 4), torch.zeros(5, 6), mesh),
     }

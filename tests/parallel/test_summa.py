@@ -9,7 +9,7 @@ import pytest
 
 from patrickstar.parallel.grid import chunk_sizes
 from tests.parallel import programs_of_2d
-from tests.ranks import Team, Teams, all_well
+from tests.ranks import Teams, all_well
 
 SHAPES = [{"m": 6, "k": 6, "n": 6}, {"m": 12, "k": 6, "n": 18}, {"m": 5, "k": 7, "n": 4}, {"m": 7, "k": 4, "n": 9}]
 THREE = pytest.param(3, marks=pytest.mark.campaign)
@@ -49,7 +49,9 @@ def test_no_whole_panel_is_ever_there(team_of: Teams, name: str) -> None:
         assert answer["peak"] == {"ab": c + a + b, "abt": 2 * c + b, "atb": 2 * c + a}[name]
 
 
-@pytest.mark.parametrize(("size", "q", "sizes"), [(6, 3, [2, 2, 2]), (7, 3, [3, 3, 1]), (5, 4, [2, 2, 1, 0]), (4, 3, [2, 2, 0])])
+@pytest.mark.parametrize(
+    ("size", "q", "sizes"), [(6, 3, [2, 2, 2]), (7, 3, [3, 3, 1]), (5, 4, [2, 2, 1, 0]), (4, 3, [2, 2, 0])]
+)
 def test_blocks_are_those_of_chunk(size: int, q: int, sizes: list[int]) -> None:
     assert chunk_sizes(size, q) == sizes
 

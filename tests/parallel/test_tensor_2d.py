@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fractions import Fraction
 from math import ceil, prod
-from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from patrickstar.parallel import costs
@@ -40,14 +38,10 @@ def test_loss_logits_and_gradients_are_those_of_one_process(team_of: Teams, name
     assert len({answer["value"] for answer in answers}) == 1  # the same bits on all ranks
 
 
-def sent(n: int, element: int = 8) -> int:
-    return n * element
-
-
 @pytest.mark.parametrize("q", [2, THREE])
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_bytes_are_those_of_the_formulas(team_of: Teams, name: str, q: int) -> None:
-    """Matrices as the paper says, and what it leaves out: head, embedding, vectors, norms and loss. All that depends on a token is sent along columns."""
+    """Matrices as the paper says, and what it leaves out: head, embedding, vectors, norms and loss."""
     h, layers, v = 12 * q, 2, VOCABULARY
     for rank, answer in enumerate(all_well(team_of(q * q).run(programs_of_2d.train, q, name, 2 * q + 1))):
         i, j = divmod(rank, q)
@@ -63,6 +57,9 @@ def test_bytes_are_those_of_the_formulas(team_of: Teams, name: str, q: int) -> N
             # Its own matrix: the input comes, not the logits' parts.
             head = (h * tokens, h * chunk_sizes(v, q)[j])
         norms = (2 * layers + 1) * of_norm * tokens
+        if name == "gpt2" and not i:
+            both = (q - 1) * 8 * layers * (inputs * tokens + weights)
+            assert costs.summa(q, 2 * q + 1, S, h, layers, element=8).forward * q == both
         forward = {
             "col": layers * inputs * tokens + head[0] + 2 * (norms + 3 * tokens),
             "row": layers * weights + v * features + head[1] + 2 * 2,
@@ -71,17 +68,10 @@ def test_bytes_are_those_of_the_formulas(team_of: Teams, name: str, q: int) -> N
             "col": 2 * layers * inputs * tokens + 2 * head[0] + 2 * (2 * layers + 1) * of_norm * tokens,
             "row": 2 * layers * weights + v * features + 2 * head[1] + 2 * vectors,
         }
-        expected = [{line: ceil(Fraction((q - 1) * 8 * n, q)) for line, n in way.items()} for way in (forward, backward)]
+        expected = [
+            {line: ceil(Fraction((q - 1) * 8 * n, q)) for line, n in way.items()} for way in (forward, backward)
+        ]
         assert list(answer["sent"]) == expected
-
-
-def test_matrices_of_gpt2_send_what_the_paper_says() -> None:
-    for q, batch, layers in [(2, 4, 1), (3, 6, 5), (4, 8, 2)]:
-        tokens, h = 10, 12 * q
-        whole = (q - 1) * layers * (7 * batch * tokens * h + 12 * h * h)
-        found = costs.summa(q, batch, tokens, h, layers, element=8)
-        assert Fraction(found.forward, 8) == Fraction(whole, q * q)
-        assert found.backward == 2 * found.forward
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -89,18 +79,22 @@ def test_a_rank_holds_its_part_of_matrices_and_vectors(four: Team, name: str) ->
     for answer in all_well(four.run(programs_of_2d.train, 2, name, 4)):
         for shape, numel in answer["numel"]:
             if VOCABULARY in shape:
-                assert numel in {prod(shape) // VOCABULARY * n // (len(shape) if len(shape) == 2 else 1) for n in (34, 33)}
+                assert numel in {
+                    prod(shape) // VOCABULARY * n // (len(shape) if len(shape) == 2 else 1) for n in (34, 33)
+                }
             elif len(shape) == 1 or shape[0] == 16:  # positions are alike in a column
                 assert numel == prod(shape) // 2
             else:
                 assert numel == prod(shape) // 4
 
 
-def test_what_backward_needs_is_a_part_of_what_one_process_keeps(four: Team) -> None:
-    rows = 8
-    for rows in (4,8):
-     for q in ("gpt2", "llama", "own"):
-      print([answer["kept"] for answer in all_well(four.run(programs_of_2d.train, 2, q, rows))])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_what_backward_needs_is_a_part_of_what_one_process_keeps(four: Team, name: str) -> None:
+    for answer in all_well(four.run(programs_of_2d.train, 2, name, 8)):
+        of_blocks, of_all = answer["kept"]
+        assert (
+            of_all / 4 * 0.9 <= of_blocks <= of_all / 4 * 1.1
+        )  # two numbers a token and norm are on each rank of a row
 
 
 def test_a_model_built_without_memory_is_the_same(four: Team) -> None:

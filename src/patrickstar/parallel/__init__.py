@@ -4,8 +4,9 @@ import importlib as _importlib
 import types as _types
 import typing as _typing
 
+import patrickstar.parallel.costs as costs  # noqa: PLR0402  (it has no torch; importing it from this very module would be a circle)
+
 if _typing.TYPE_CHECKING:
-    from patrickstar.parallel import costs
     from patrickstar.parallel.summa import summa_ab, summa_abt, summa_atb
     from patrickstar.parallel.tensor_2d import Tensor2D
     from patrickstar.parallel.traffic_counter import Traffic, traffic

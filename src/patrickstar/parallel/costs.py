@@ -227,7 +227,7 @@ def largest(elements: float, fits: Callable[[int], Mapping[str, float]]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PublishedFigure:
     """A published figure beside the formulas' one. `published`: None where it is ours. `note`: assumptions, and what would explain the rest."""
 
     what: str
@@ -240,7 +240,7 @@ class Comparison:
         return f"{self.what}: published {published}, formula {self.formula:.1f}x ({self.note})"
 
 
-def comparisons(card_bytes: float = 16e9, element: int = 4) -> list[Comparison]:
+def comparisons(card_bytes: float = 16e9, element: int = 4) -> list[PublishedFigure]:
     """The papers' figures of memory on cards of 16 GB, and what their formulas and ours give for them."""
 
     def rows(system: str, ranks: int, model: Mapping[str, Any], **more: bool) -> int:
@@ -260,14 +260,16 @@ def comparisons(card_bytes: float = 16e9, element: int = 4) -> list[Comparison]:
     )
     large_length = length("rsa", 64, BERT_LARGE, 16) / length("tensor", 16, BERT_LARGE, 16)
     return [
-        Comparison("batch of BERT Base, RSA on 64, 1D on 12", 13.7, rows("rsa", 64, BERT_BASE) / base, held),
-        Comparison("length of BERT Base, RSA on 64, 1D on 12", 3.0, length("rsa", 64, BERT_BASE, 64) / long, held),
-        Comparison("batch of BERT Large, RSA on 16, 1D on 16", 2.7, rows("rsa", 16, BERT_LARGE) / large, held),
-        Comparison("batch of BERT Large, RSA on 64, 1D on 16", 10.2, rows("rsa", 64, BERT_LARGE) / large, held),
-        Comparison("length of BERT Large, RSA on 64, 1D on 16", 2.0, large_length, held),
-        Comparison("batch of BERT Base, ring on 64, 1D on 12", None, rows("ring", 64, BERT_BASE) / base, ours),
-        Comparison("length of BERT Base, ring on 64, 1D on 12", None, length("ring", 64, BERT_BASE, 64) / long, ours),
-        Comparison("batch at hidden 8192, Optimus on 64, 1D on 64", 8.0, square / line, live),
+        PublishedFigure("batch of BERT Base, RSA on 64, 1D on 12", 13.7, rows("rsa", 64, BERT_BASE) / base, held),
+        PublishedFigure("length of BERT Base, RSA on 64, 1D on 12", 3.0, length("rsa", 64, BERT_BASE, 64) / long, held),
+        PublishedFigure("batch of BERT Large, RSA on 16, 1D on 16", 2.7, rows("rsa", 16, BERT_LARGE) / large, held),
+        PublishedFigure("batch of BERT Large, RSA on 64, 1D on 16", 10.2, rows("rsa", 64, BERT_LARGE) / large, held),
+        PublishedFigure("length of BERT Large, RSA on 64, 1D on 16", 2.0, large_length, held),
+        PublishedFigure("batch of BERT Base, ring on 64, 1D on 12", None, rows("ring", 64, BERT_BASE) / base, ours),
+        PublishedFigure(
+            "length of BERT Base, ring on 64, 1D on 12", None, length("ring", 64, BERT_BASE, 64) / long, ours
+        ),
+        PublishedFigure("batch at hidden 8192, Optimus on 64, 1D on 64", 8.0, square / line, live),
     ]
 
 

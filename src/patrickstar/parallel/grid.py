@@ -83,7 +83,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a parameter is cut into blocks.
+    """A way to cut a parameter into blocks.
 
     Attributes:
         shape: of the whole. rows, cols: the dimension that is cut over each line; None: every rank of that line has the same.
@@ -96,7 +96,7 @@ class Cut:
     parts: int = 1
 
     def block(self, whole: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """This rank's block of a whole tensor, a tensor of its own."""
+        """The block of a whole tensor that is this rank's, a tensor of its own."""
         if self.rows is not None:
             whole = piece(whole, self.rows, grid.rows.index, grid.q)
         if self.cols is not None:
