@@ -19,6 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import patrickstar
 from patrickstar.parallel import Tensor2D, summa_ab, summa_abt, summa_atb, traffic
 from patrickstar.parallel.grid import Cut, Grid
+from patrickstar.parallel.layers_2d import NormBlock
 from patrickstar.tracing.live_bytes import LiveBytes
 
 VOCABULARY = 67  # odd, as GPT-2's
@@ -231,6 +232,65 @@ def keeping(model: nn.Module) -> Iterator[dict[int, int]]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield found
     found |= {place: storage.nbytes() for place, storage in kept.items()}
+
+
+def losses(rank: int, q: int) -> dict[str, float]:
+    """Errors of a loss and its gradient, by what is particular about it."""
+    torch.manual_seed(0)
+    grid, tp = Grid.of(mesh_of(q)), Tensor2D(mesh_of(q))
+    logits = torch.randn(2 * q + 1, 3, VOCABULARY, dtype=torch.float64)
+    labels = torch.randint(0, VOCABULARY, (2 * q + 1, 3))
+    some = torch.where(torch.rand(labels.shape) < 0.3, 7, labels)
+    none = torch.full_like(labels, -100)
+    cases = {"all": (logits, labels, -100), "large": (logits * 1e4, labels, -100), "ignored": (logits, some, 7)}
+    found = {}
+    for name, (whole, wanted, ignored) in {**cases, "none": (logits, none, -100)}.items():
+        whole = whole.clone().requires_grad_()
+        total = F.cross_entropy(whole.flatten(0, 1), wanted.flatten(), ignore_index=ignored, reduction="sum")
+        (total / max(1, (wanted != ignored).sum().item())).mul(3).backward()
+        block = Cut(tuple(whole.shape), 0, 2).block(whole.detach(), grid).requires_grad_()
+        loss = tp.cross_entropy(block, tp.shard(wanted), VOCABULARY, ignore_index=ignored)
+        (3 * loss).backward()
+        found[name] = abs(loss.item() - total.item() / max(1, (wanted != ignored).sum().item()))
+        found[f"{name}, gradient"] = (tp.unshard(block.grad) - whole.grad).abs().max().item()
+    model, batch = tp.parallelize(gpt2(q).double()), batch_of(2 * q)
+    mean, of_five = (model(**tp.shard(batch), **more).loss for more in ({}, {"num_items_in_batch": 5}))
+    found["a count that is given"] = (mean * (batch["labels"][:, 1:] != -100).sum() - 5 * of_five).abs().item()
+    return found
+
+
+def norms(rank: int, q: int) -> dict[str, float]:
+    """Errors in fp32 of a norm of features with a large mean, over those of torch's own."""
+    torch.manual_seed(0)
+    grid, x = Grid.of(mesh_of(q)), 1000 + torch.randn(4, 5, 48, dtype=torch.float64)
+    found = {}
+    for norm in (nn.LayerNorm(48), nn.RMSNorm(48)):
+        wanted = copy.deepcopy(norm).double()(x)
+        block = NormBlock(grid, norm, lambda parameter, cut: nn.Parameter(cut.block(parameter.detach(), grid)))
+        mine = block(Cut(tuple(x.shape), None, 2).block(x.float(), grid))
+        got = Cut(tuple(x.shape), None, 2).whole(mine.detach(), grid)
+        found[type(norm).__name__] = error(got.double(), wanted) / error(norm(x.float()).detach().double(), wanted)
+    return found
+
+
+def narrow(rank: int, q: int) -> dict[str, Any]:
+    """Errors of logits in 16 bits, over those of one process; types, and the loss's error, under autocast."""
+    torch.manual_seed(0)
+    tp, batch, wide = Tensor2D(mesh_of(q)), batch_of(2 * q), with_torchs_norms(llama(q)).double()
+    plain = copy.deepcopy(wide).bfloat16()
+    wanted, in_one = logits_of(wide, batch), logits_of(plain, batch)
+    in_blocks = tp.unshard(logits_of(tp.parallelize(plain), tp.shard(batch)))
+    model = tp.parallelize(gpt2(q))
+    exact = model(**tp.shard(batch)).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(**tp.shard(batch))
+    output.loss.backward()
+    return {
+        "ratio": error(in_blocks.double(), wanted) / error(in_one.double(), wanted),
+        "logits": output.logits.dtype,
+        "gradients": {parameter.grad.dtype for parameter in model.parameters()},
+        "loss": abs(output.loss - exact).item(),
+    }
 
 
 def deferred(rank: int, q: int) -> bool:

@@ -7,6 +7,7 @@ from fractions import Fraction
 from math import ceil, prod
 
 import pytest
+import torch
 from torch import nn
 
 from patrickstar.parallel import costs
@@ -95,6 +96,24 @@ def test_what_backward_needs_is_a_part_of_what_one_process_keeps(four: Team, nam
         assert (
             of_all / 4 * 0.9 <= of_blocks <= of_all / 4 * 1.1
         )  # two numbers a token and norm are on each rank of a row
+
+
+def test_a_loss_and_its_gradient_are_those_of_whole_logits(four: Team) -> None:
+    for found in all_well(four.run(programs_of_2d.losses, 2)):
+        assert max(found.values()) <= 1e-12, found
+        assert found["none"] == found["none, gradient"] == 0
+
+
+def test_a_norm_keeps_the_digits_of_a_small_variance(four: Team) -> None:
+    for found in all_well(four.run(programs_of_2d.norms, 2)):
+        assert max(found.values()) <= 1.5, found
+
+
+def test_16_bits_and_autocast_have_the_errors_of_one_process(four: Team) -> None:
+    for found in all_well(four.run(programs_of_2d.narrow, 2)):
+        assert found["ratio"] <= 3
+        assert (found["logits"], found["gradients"]) == (torch.bfloat16, {torch.float32})
+        assert 0 < found["loss"] < 1e-2
 
 
 def test_a_model_built_without_memory_is_the_same(four: Team) -> None:

@@ -59,7 +59,7 @@ def summa_ab(a: torch.Tensor, b: torch.Tensor, mesh: DeviceMesh, size: int | Non
 
 
 def summa_abt(a: torch.Tensor, b: torch.Tensor, mesh: DeviceMesh, size: int | None = None) -> torch.Tensor:
-    """The block [m, k] of A B^T on this rank, from blocks a [m, n] and b [k, n]. Arguments and errors as those of `summa_ab`; `size`: the rows of B."""
+    """The block [m, k] of A B^T on this rank, from blocks a [m, n] and b [k, n]: as `summa_ab`; `size`: of the rows of B."""
     grid = Grid.of(mesh)
     if grid.q == 1:
         return a @ b.t()
@@ -68,7 +68,7 @@ def summa_abt(a: torch.Tensor, b: torch.Tensor, mesh: DeviceMesh, size: int | No
 
 
 def summa_atb(a: torch.Tensor, b: torch.Tensor, mesh: DeviceMesh, size: int | None = None) -> torch.Tensor:
-    """The block [k, n] of A^T B on this rank, from blocks a [m, k] and b [m, n]. Arguments and errors as those of `summa_ab`; `size`: the columns of A."""
+    """The block [k, n] of A^T B on this rank, from blocks a [m, k] and b [m, n]: as `summa_ab`; `size`: of the columns of A."""
     grid = Grid.of(mesh)
     if grid.q == 1:
         return a.t() @ b

@@ -28,6 +28,7 @@ from patrickstar.parallel.layers_2d import (
 )
 from patrickstar.parallel.plans_2d import Placed, Plan, placed
 from patrickstar.parallel.random_streams import RandomStreams
+from patrickstar.parameters.transforms import is_compiled
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -70,7 +71,7 @@ class Tensor2D:
         """
         if any(isinstance(module, BlockLayer) for module in model.modules()):
             raise StateError(f"{type(model).__name__} is parallelized already: its parameters are blocks")
-        if hasattr(model, "_orig_mod"):
+        if any(map(is_compiled, model.modules())):
             raise ConfigError(
                 "a compiled model cannot be cut into blocks: parallelize what torch.compile was given, and do not compile it"
             )
