@@ -244,8 +244,8 @@ def losses(rank: int, q: int) -> dict[str, float]:
     none = torch.full_like(labels, -100)
     cases = {"all": (logits, labels, -100), "large": (logits * 1e4, labels, -100), "ignored": (logits, some, 7)}
     found = {}
-    for name, (whole, wanted, ignored) in {**cases, "none": (logits, none, -100)}.items():
-        whole = whole.clone().requires_grad_()
+    for name, (values, wanted, ignored) in {**cases, "none": (logits, none, -100)}.items():
+        whole = values.clone().requires_grad_()
         total = F.cross_entropy(whole.flatten(0, 1), wanted.flatten(), ignore_index=ignored, reduction="sum")
         (total / max(1, (wanted != ignored).sum().item())).mul(3).backward()
         block = Cut(tuple(whole.shape), 0, 2).block(whole.detach(), grid).requires_grad_()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from patrickstar.parallel.grid import Grid, chunk_sizes
 from patrickstar.parallel.layers_2d import place_of
@@ -51,6 +52,7 @@ class _CrossEntropy(torch.autograd.Function):
         return (loss / divisor).to(wide.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         logits, lse, index, here, valid, factor = ctx.saved_tensors
         p = (logits.flatten(0, -2).to(lse.dtype) - lse[:, None]).exp_()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from patrickstar.parallel.grid import Cut, Grid, Line, chunk_sizes, own_sums, panels
 from patrickstar.parallel.summa import BlockProduct, Steps, SummedProduct
@@ -74,6 +75,8 @@ class SharedInput:
 
     def __init__(self, layers: Sequence[LinearBlock]) -> None:
         self.layers = tuple(layers)
+        for layer in layers:
+            layer.shares = self
 
         self._input: torch.Tensor | None = None
         self._outputs: dict[LinearBlock, torch.Tensor] = {}
@@ -103,7 +106,7 @@ class NormBlock(BlockLayer):
 
     def __init__(self, grid: Grid, module: Any, take: TakeBlock) -> None:
         super().__init__(grid)
-        self.size = int(norm_size(module))
+        self.size = norm_size(module)
         self.centred = isinstance(module, nn.LayerNorm)
         self.eps = norm_eps(module)
         cut = Cut((self.size,), None, 0)
@@ -125,17 +128,11 @@ def norm_eps(module: Any) -> float | None:
     return getattr(module, "eps", None) if found is None else found
 
 
-def normalized(x: torch.Tensor, mean: torch.Tensor | float, scale: torch.Tensor) -> torch.Tensor:
-    """(x - mean) * scale, in the type of scale, which is at least fp32."""
-    return (x.to(scale.dtype) - mean) * scale
-
-
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grid: Grid, options: tuple[int, float, bool], *tensors: Any) -> torch.Tensor:
         (size, eps, centred), (x, weight, bias) = options, tensors
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean: torch.Tensor | float = 0.0
         if centred:
             # The mean of squares less the square of the mean: in fp64, or digits of a small variance beside a large mean are lost.
             own = wide.mean(-1, keepdim=True).double()
@@ -145,19 +142,19 @@ class _Norm(torch.autograd.Function):
             mean = (total / size).to(wide.dtype)
         else:
             (squares,) = grid.cols.sum(wide.square().sum(-1, keepdim=True))
-            variance = squares / size
+            mean, variance = None, squares / size
         scale = torch.rsqrt(variance + eps)
         ctx.grid, ctx.size, ctx.centred = grid, size, centred
-        ctx.save_for_backward(x, weight, bias, mean if centred else None, scale)
-        y = normalized(x, mean, scale)
+        ctx.save_for_backward(x, weight, bias, mean, scale)
+        y = (wide if mean is None else wide - mean) * scale
         return (y if weight is None else y * weight if bias is None else y * weight + bias).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         x, weight, bias, mean, scale = ctx.saved_tensors
         grid, size = ctx.grid, ctx.size
-        y = normalized(x, 0.0 if mean is None else mean, scale)
-        dy = dy.to(y.dtype)
+        y, dy = (x.to(scale.dtype) - (0 if mean is None else mean)) * scale, dy.to(scale.dtype)
         g = dy if weight is None else dy * weight
         sums = [(g * y).sum(-1, keepdim=True)] + ([g.sum(-1, keepdim=True)] if ctx.centred else [])
         of_y, *of_mean = grid.cols.sum(*sums)
@@ -196,6 +193,7 @@ class _Lookup(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> Any:
         (ids,), sizes, padding = ctx.saved_tensors, ctx.layer.sizes, ctx.layer.padding_idx
         place = place_of(ids, sizes)
@@ -250,6 +248,7 @@ class Replicated(torch.autograd.Function):
         return vector.view_as(vector)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return None, *ctx.line.sum(gradient)
 

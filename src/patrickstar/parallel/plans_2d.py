@@ -13,9 +13,8 @@ from torch import nn
 
 from patrickstar.errors import ConfigError, nearest, some
 from patrickstar.parallel.grid import chunk_sizes
-from patrickstar.parallel.layers_2d import norm_eps, norm_size, normalized
+from patrickstar.parallel.layers_2d import norm_eps, norm_size
 
-KINDS: Final = ("linear", "linear_qkv", "norm", "embedding", "positions", "head")
 Plan = Mapping[str, str]
 
 PLANS: Final[Mapping[str, Plan]] = MappingProxyType(
@@ -46,16 +45,19 @@ PLANS: Final[Mapping[str, Plan]] = MappingProxyType(
 )
 """By `model_type`. Siblings joined by `+` are called with one tensor, which is sent once for all of them."""
 _OF_CONFIG: Final = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-_TYPES: Final[Mapping[str, str]] = MappingProxyType(
+_LINEAR: Final = "nn.Linear, or Conv1D of transformers"
+_TABLE: Final = "nn.Embedding without max_norm, sparse or scale_grad_by_freq"
+KINDS: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "linear": "nn.Linear, or Conv1D of transformers",
-        "linear_qkv": "nn.Linear, or Conv1D of transformers",
+        "linear": _LINEAR,
+        "linear_qkv": _LINEAR,
         "norm": "nn.LayerNorm or nn.RMSNorm of one dimension, or a norm that computes as these do",
-        "embedding": "nn.Embedding without max_norm, sparse or scale_grad_by_freq",
-        "positions": "nn.Embedding without max_norm, sparse or scale_grad_by_freq",
+        "embedding": _TABLE,
+        "positions": _TABLE,
         "head": "nn.Linear",
     }
 )
+"""What each kind takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,8 @@ def placed(model: nn.Module, plan: Plan | None, q: int) -> list[Placed]:
             raise ConfigError(
                 f"plan[{pattern!r}] is {kind!r}, which is none of {', '.join(KINDS)}{nearest(kind, KINDS)}"
             )
-    found = [one for name, module in model.named_modules() if (one := _placed(name, module, plan)) is not None]
+    modules = model.named_modules(remove_duplicate=False)
+    found = [one for name, module in modules if (one := _placed(name, module, plan)) is not None]
     problems = _sizes_of_config(model, q) or [problem for one in found if (problem := _problem(one, q))]
     of_plan = {id(parameter) for one in found for parameter in one.module.parameters()}
     left_out = [name for name, parameter in model.named_parameters() if id(parameter) not in of_plan]
@@ -113,35 +116,30 @@ def _sizes_of_config(model: nn.Module, q: int) -> list[str]:
 
 
 def _problem(one: Placed, q: int) -> str:
-    module, n_parts = one.module, 3 if one.kind == "linear_qkv" else 1
-    if not _is_of(one.kind, module):
-        return f"{one.name} is {type(module).__name__}, and {one.kind!r} takes {_TYPES[one.kind]}"
-    sizes: Any = (norm_size(module),) if one.kind == "norm" else module.weight.shape
-    if one.kind in {"head", "embedding"} and not all(chunk_sizes(sizes[0], q)):
-        return f"{one.name} has a vocabulary of {sizes[0]}, of which not each of {q} blocks has a part"
-    if one.kind in {"head", "embedding", "positions"}:
-        sizes = sizes[1:]
-    if n_parts == 3:
-        outputs = sizes[0] if isinstance(module, nn.Linear) else sizes[1]
-        sizes = (outputs / 3, sizes[1] if isinstance(module, nn.Linear) else sizes[0])
-    uneven = [f"{size:g}" for size in sizes if size % q]
-    return (
-        f"{one.name} has dimensions {list(module.weight.shape)}: {', '.join(uneven)} does not divide by {q}"
-        if uneven
-        else ""
-    )
+    module, kind = one.module, one.kind
+    if not _is_of(kind, module):
+        return f"{one.name} is {type(module).__name__}, and {kind!r} takes {KINDS[kind]}"
+    if kind == "norm":
+        sizes: list[float] = [norm_size(module)]
+    else:
+        sizes = list(module.weight.shape)
+        if kind in {"head", "embedding"} and not all(chunk_sizes(module.weight.shape[0], q)):
+            return f"{one.name} has a vocabulary of {sizes[0]}, of which not each of {q} blocks has a part"
+        if kind == "linear_qkv":
+            sizes[0 if isinstance(module, nn.Linear) else 1] /= 3
+        elif kind != "linear":
+            del sizes[0]
+    uneven = " and ".join(f"{size:g}" for size in sizes if size % q)
+    return f"{one.name} has dimensions {list(module.weight.shape)}: {uneven} does not divide by {q}" if uneven else ""
 
 
 def _is_of(kind: str, module: Any) -> bool:
-    match kind:
-        case "norm":
-            return _is_norm(module)
-        case "embedding" | "positions":
-            plain = type(module) is nn.Embedding and module.max_norm is None
-            return plain and not module.sparse and not module.scale_grad_by_freq
-        case "head":
-            return type(module) is nn.Linear
-    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+    if kind == "norm":
+        return _is_norm(module)
+    if KINDS[kind] is _TABLE:
+        plain = type(module) is nn.Embedding and module.max_norm is None
+        return plain and not module.sparse and not module.scale_grad_by_freq
+    return type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and kind != "head")
 
 
 def _is_norm(module: Any) -> bool:
@@ -152,6 +150,6 @@ def _is_norm(module: Any) -> bool:
     if names != ["weight"] or eps is None or not size:
         return False
     x, weight = torch.linspace(-1, 2, size)[None], torch.linspace(0.5, 1.5, size)
-    expected = weight * normalized(x, 0.0, torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
+    expected = weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     with torch.no_grad():
         return torch.allclose(torch.func.functional_call(module, {"weight": weight}, (x,)), expected, rtol=1e-5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, TypeVar, overload
@@ -24,6 +24,7 @@ from patrickstar.parallel.layers_2d import (
     NormBlock,
     PositionsBlock,
     SharedInput,
+    TakeBlock,
     TiedHeadBlock,
 )
 from patrickstar.parallel.plans_2d import Placed, Plan, placed
@@ -80,21 +81,8 @@ class Tensor2D:
         found = placed(model, plan, self.size)
         embeddings = [one.module for one in found if one.kind == "embedding"]
         vocabulary = [module.num_embeddings for module in embeddings if isinstance(module, nn.Embedding)]
-        tables = {id(module.weight) for module in embeddings}
-        device = next(iter(model.parameters())).device
-        take, together = _Blocks(self.grid), dict[str, list[LinearBlock]]()
-        for one in found:
-            layer = _layer(self.grid, one, take, is_tied=id(one.module.weight) in tables)
-            parent: Any = model.get_submodule(one.name.rpartition(".")[0])
-            setattr(parent, one.name.rpartition(".")[2], layer)
-            if one.kind == "linear_qkv" and hasattr(parent, "split_size"):  # GPT-2: where queries end and keys begin
-                parent.split_size //= self.size
-            if one.together and isinstance(layer, LinearBlock):
-                together.setdefault(one.together, []).append(layer)
-        for layers in together.values():
-            shared = SharedInput(layers)
-            for layer in layers:
-                layer.shares = shared
+        device = next(model.parameters()).device
+        _replace(model, found, self.grid)
         if hasattr(type(model), "loss_function") and vocabulary:  # a property, which warns when it is asked
             setattr(model, "loss_function", CausalLoss(self.grid, vocabulary[0]))  # noqa: B010
         place = self.grid.rows.index * self.size + self.grid.cols.index
@@ -108,7 +96,8 @@ class Tensor2D:
     def shard(self, batch: Any) -> Any:
         """The rows of a batch that belong to this rank's row of the mesh, from a tensor or from a mapping of tensors.
 
-        What has one row for all of the batch (`position_ids`) stays whole, and so does what is no tensor. Labels are not shifted.
+        What has one row for all of the batch (`position_ids`) stays whole, and so does what is no tensor. `inputs_embeds` are cut by columns,
+        too. Labels are not shifted.
 
         Raises:
             ConfigError: fewer rows than q.
@@ -117,10 +106,10 @@ class Tensor2D:
             return self._rows(batch)
         tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim()}
         n_rows = max((value.shape[0] for value in tensors.values()), default=0)
-        return {
-            name: self._rows(value) if name in tensors and value.shape[0] == n_rows else value
-            for name, value in batch.items()
-        }
+        sharded = {name: self._rows(value) for name, value in tensors.items() if value.shape[0] == n_rows}
+        if "inputs_embeds" in sharded:
+            sharded["inputs_embeds"] = piece(sharded["inputs_embeds"], -1, self.grid.cols.index, self.size)
+        return {**batch, **sharded}
 
     def unshard(self, tensor: torch.Tensor) -> torch.Tensor:
         """The whole of which all ranks have blocks: the first dimension by row, the last, if there is another, by column. Without a gradient."""
@@ -172,29 +161,38 @@ class Tensor2D:
         return torch.cat(gather(tensor, dim, line, line.sum(own)[0].tolist()), dim)
 
 
-class _Blocks:
-    """Blocks of a model's parameters on one rank, one for each, however many modules have it."""
+def _replace(model: nn.Module, found: Sequence[Placed], grid: Grid) -> None:
+    tables = {id(one.module.weight) for one in found if one.kind == "embedding"}
+    together: dict[str, list[LinearBlock]] = {}
+    take = _take_blocks(grid)
+    for one in found:
+        owner, _, name = one.name.rpartition(".")
+        parent: Any = model.get_submodule(owner)
+        if isinstance(getattr(parent, name), BlockLayer):
+            continue  # the owner has several names
+        is_tied = one.kind == "head" and id(one.module.weight) in tables
+        layer = (TiedHeadBlock if is_tied else _LAYERS[one.kind])(grid, one.module, take)
+        setattr(parent, name, layer)
+        if one.kind == "linear_qkv" and hasattr(parent, "split_size"):  # GPT-2: where queries end and keys begin
+            parent.split_size //= grid.q
+        if one.together and isinstance(layer, LinearBlock):
+            together.setdefault(one.together, []).append(layer)
+    for layers in together.values():
+        SharedInput(layers)
 
-    def __init__(self, grid: Grid) -> None:
-        self._grid = grid
-        self._made: dict[
-            int, tuple[nn.Parameter, nn.Parameter]
-        ] = {}  # with what it is of, whose number is taken until then
 
-    def __call__(self, parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
-        if id(parameter) not in self._made:
+def _take_blocks(grid: Grid) -> TakeBlock:
+    """Makes blocks of parameters, one of each, however many modules have it."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+
+    def take(parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
+        if parameter not in made:
             recorder = deferred_by(parameter)
             whole = parameter.detach() if recorder is None else recorder.value(parameter)
-            block = nn.Parameter(cut.block(whole, self._grid), requires_grad=parameter.requires_grad)
-            self._made[id(parameter)] = parameter, block
-        return self._made[id(parameter)][1]
+            made[parameter] = nn.Parameter(cut.block(whole, grid), requires_grad=parameter.requires_grad)
+        return made[parameter]
 
-
-def _layer(grid: Grid, one: Placed, take: _Blocks, *, is_tied: bool) -> BlockLayer:
-    make: Callable[..., BlockLayer] = _LAYERS[one.kind]
-    if one.kind == "head" and is_tied:
-        make = TiedHeadBlock
-    return make(grid, one.module, take)
+    return take
 
 
 _LAYERS: Final[Mapping[str, Callable[..., BlockLayer]]] = MappingProxyType(
