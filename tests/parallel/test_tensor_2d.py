@@ -98,6 +98,13 @@ def test_what_backward_needs_is_a_part_of_what_one_process_keeps(four: Team, nam
         )  # two numbers a token and norm are on each rank of a row
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama, tied, biases, norms in fp64"])
+def test_20_steps_are_those_of_one_process(four: Team, name: str) -> None:
+    for plain, blocks in all_well(four.run(programs_of_2d.steps, 2, name)):
+        assert blocks == pytest.approx(plain, rel=2e-5)
+        assert abs(plain[-1] - plain[0]) > 0.02
+
+
 def test_a_loss_and_its_gradient_are_those_of_whole_logits(four: Team) -> None:
     for found in all_well(four.run(programs_of_2d.losses, 2)):
         assert max(found.values()) <= 1e-12, found
