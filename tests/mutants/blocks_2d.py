@@ -86,7 +86,7 @@ BLOCKS_2D: tuple[Mutant, ...] = (
         returns("True", nth=3), REFUSED
     ),
     Fault("modules may be left out of a plan", "parallel.plans_2d:placed").by(drop("append"), REFUSED),
-    Fault("sizes need not divide", "parallel.plans_2d:_sizes_of_config").by(replace("size % q", "False"), REFUSED),
+    Fault("sizes need not divide", "parallel.plans_2d:placed").by(replace("size % q", "False"), REFUSED),
     Fault("one rank cuts its model, too", "parallel.tensor_2d:Tensor2D.parallelize").by(
         drop("if self.size == 1: ..."), ALONE
     ),

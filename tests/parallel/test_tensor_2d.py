@@ -144,8 +144,8 @@ def test_a_copy_with_fake_tensors_has_shapes_and_sends_nothing(four: Team) -> No
 
 
 ANSWERS: Mapping[str, tuple[str, ...]] = {
-    "a line": ("ConfigError", "two dimensions of equal size", "{'row': 4}"),
-    "not square": ("ConfigError", "{'row': 1, 'col': 4}"),
+    "a line": ("ConfigError", "two dimensions of equal size", "DeviceMesh", "row"),
+    "not square": ("ConfigError", "DeviceMesh", "col"),
     "no mesh": ("ConfigError", "got (2, 2)"),
     "heads": ("ConfigError", "num_attention_heads 3 does not divide by 2", "num_key_value_heads 3"),
     "key heads": ("ConfigError", "num_key_value_heads 1 does not divide by 2"),

@@ -28,13 +28,13 @@ class Line:
 
     def broadcast(self, tensor: torch.Tensor, place: int) -> Callable[[], Any]:
         """Begins to give all what the rank at a place has; gives back what waits for it."""
-        if not tensor.numel():  # of an empty block, on all ranks of the line alike
+        if not tensor.numel() or len(self.ranks) == 1:  # an empty block is so on all ranks of the line
             return _nothing
         return dist.broadcast(tensor, src=self.ranks[place], group=self.group, async_op=True).wait
 
     def reduce(self, tensor: torch.Tensor, place: int) -> Callable[[], Any]:
         """Begins to sum a tensor over all, for the rank at a place; gives back what waits for it. Others' tensors have no meaning afterwards."""
-        if not tensor.numel():
+        if not tensor.numel() or len(self.ranks) == 1:
             return _nothing
         return dist.reduce(tensor, dst=self.ranks[place], group=self.group, async_op=True).wait
 
@@ -63,13 +63,8 @@ class Grid:
     def of(cls, mesh: DeviceMesh) -> Grid:
         """The grid of a mesh. Raises ConfigError where it has not two dimensions of one size."""
         if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2 or mesh.size(0) != mesh.size(1):
-            given = (
-                f"a mesh of {dict(zip(_names(mesh), mesh.shape, strict=True))}"
-                if isinstance(mesh, DeviceMesh)
-                else mesh
-            )
             raise ConfigError(
-                f'2D parallelism takes a mesh of two dimensions of equal size, as mesh["row", "col"]; got {given}'
+                f'2D parallelism takes a mesh of two dimensions of equal size, as mesh["row", "col"]; got {mesh}'
             )
         coordinate = mesh.get_coordinate()
         assert coordinate is not None, "this rank is not of the mesh"
@@ -188,7 +183,3 @@ def gather(own: torch.Tensor, dim: int, line: Line, sizes: Sequence[int]) -> lis
 
 def _nothing() -> None:
     return None
-
-
-def _names(mesh: DeviceMesh) -> tuple[Any, ...]:
-    return mesh.mesh_dim_names or tuple(range(mesh.ndim))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -13,7 +14,15 @@ from torch import nn
 
 from patrickstar.errors import ConfigError, nearest, some
 from patrickstar.parallel.grid import chunk_sizes
-from patrickstar.parallel.layers_2d import norm_eps, norm_size
+from patrickstar.parallel.layers_2d import (
+    BlockLayer,
+    EmbeddingBlock,
+    LinearBlock,
+    NormBlock,
+    PositionsBlock,
+    norm_eps,
+    norm_size,
+)
 
 Plan = Mapping[str, str]
 
@@ -46,18 +55,19 @@ PLANS: Final[Mapping[str, Plan]] = MappingProxyType(
 """By `model_type`. Siblings joined by `+` are called with one tensor, which is sent once for all of them."""
 _OF_CONFIG: Final = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 _LINEAR: Final = "nn.Linear, or Conv1D of transformers"
+_NORM: Final = "nn.LayerNorm or nn.RMSNorm of one dimension, or a norm that computes as these do"
 _TABLE: Final = "nn.Embedding without max_norm, sparse or scale_grad_by_freq"
-KINDS: Final[Mapping[str, str]] = MappingProxyType(
+KINDS: Final[Mapping[str, tuple[Callable[..., BlockLayer], str]]] = MappingProxyType(
     {
-        "linear": _LINEAR,
-        "linear_qkv": _LINEAR,
-        "norm": "nn.LayerNorm or nn.RMSNorm of one dimension, or a norm that computes as these do",
-        "embedding": _TABLE,
-        "positions": _TABLE,
-        "head": "nn.Linear",
+        "linear": (LinearBlock, _LINEAR),
+        "linear_qkv": (partial(LinearBlock, parts=3), _LINEAR),
+        "norm": (NormBlock, _NORM),
+        "embedding": (EmbeddingBlock, _TABLE),
+        "positions": (PositionsBlock, _TABLE),
+        "head": (LinearBlock, "nn.Linear"),
     }
 )
-"""What each kind takes."""
+"""The layer of blocks that each kind becomes, and what it may have been. A head whose weight is the embedding's becomes a `TiedHeadBlock`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +100,9 @@ def placed(model: nn.Module, plan: Plan | None, q: int) -> list[Placed]:
             )
     modules = model.named_modules(remove_duplicate=False)
     found = [one for name, module in modules if (one := _placed(name, module, plan)) is not None]
-    problems = _sizes_of_config(model, q) or [problem for one in found if (problem := _problem(one, q))]
+    sizes = {name: getattr(getattr(model, "config", None), name, None) or 0 for name in _OF_CONFIG}
+    problems = [f"{name} {size} does not divide by {q}" for name, size in sizes.items() if size % q]
+    problems = problems or [problem for one in found if (problem := _problem(one, q))]
     of_plan = {id(parameter) for one in found for parameter in one.module.parameters()}
     left_out = [name for name, parameter in model.named_parameters() if id(parameter) not in of_plan]
     if left_out:
@@ -109,16 +121,10 @@ def _placed(name: str, module: nn.Module, plan: Plan) -> Placed | None:
     return None
 
 
-def _sizes_of_config(model: nn.Module, q: int) -> list[str]:
-    config = getattr(model, "config", None)
-    sizes = {name: getattr(config, name, None) for name in _OF_CONFIG}
-    return [f"{name} {size} does not divide by {q}" for name, size in sizes.items() if size is not None and size % q]
-
-
 def _problem(one: Placed, q: int) -> str:
     module, kind = one.module, one.kind
     if not _is_of(kind, module):
-        return f"{one.name} is {type(module).__name__}, and {kind!r} takes {KINDS[kind]}"
+        return f"{one.name} is {type(module).__name__}, and {kind!r} takes {KINDS[kind][1]}"
     if kind == "norm":
         sizes: list[float] = [norm_size(module)]
     else:
@@ -136,7 +142,7 @@ def _problem(one: Placed, q: int) -> str:
 def _is_of(kind: str, module: Any) -> bool:
     if kind == "norm":
         return _is_norm(module)
-    if KINDS[kind] is _TABLE:
+    if KINDS[kind][1] is _TABLE:
         plain = type(module) is nn.Embedding and module.max_norm is None
         return plain and not module.sparse and not module.scale_grad_by_freq
     return type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and kind != "head")

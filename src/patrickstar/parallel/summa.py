@@ -52,8 +52,6 @@ def summa_ab(a: torch.Tensor, b: torch.Tensor, mesh: DeviceMesh, size: int | Non
         ConfigError: another mesh, or blocks that do not belong together, with the numbers.
     """
     grid = Grid.of(mesh)
-    if grid.q == 1:
-        return a @ b
     steps = _checked(grid, a.shape[1] * grid.q if size is None else size, a, b, (a.shape[1], b.shape[0]))
     return BlockProduct.apply(steps, False, a, b)[0]
 
@@ -61,8 +59,6 @@ def summa_ab(a: torch.Tensor, b: torch.Tensor, mesh: DeviceMesh, size: int | Non
 def summa_abt(a: torch.Tensor, b: torch.Tensor, mesh: DeviceMesh, size: int | None = None) -> torch.Tensor:
     """The block [m, k] of A B^T on this rank, from blocks a [m, n] and b [k, n]: as `summa_ab`; `size`: of the rows of B."""
     grid = Grid.of(mesh)
-    if grid.q == 1:
-        return a @ b.t()
     steps = _checked(grid, b.shape[0] * grid.q if size is None else size, a, b, (None, b.shape[0]))
     return SummedProduct.apply(steps, a, b)
 
@@ -70,8 +66,6 @@ def summa_abt(a: torch.Tensor, b: torch.Tensor, mesh: DeviceMesh, size: int | No
 def summa_atb(a: torch.Tensor, b: torch.Tensor, mesh: DeviceMesh, size: int | None = None) -> torch.Tensor:
     """The block [k, n] of A^T B on this rank, from blocks a [m, k] and b [m, n]: as `summa_ab`; `size`: of the columns of A."""
     grid = Grid.of(mesh)
-    if grid.q == 1:
-        return a.t() @ b
     steps = _checked(grid, a.shape[1] * grid.q if size is None else size, a, b, (a.shape[1], None))
     return BlockProduct.apply(steps, True, a, b)[0]
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from types import MappingProxyType
-from typing import Any, Final, TypeVar, overload
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +17,12 @@ from patrickstar.parallel.cross_entropy_2d import CausalLoss, cross_entropy_of_b
 from patrickstar.parallel.grid import Cut, Grid, Line, gather, piece
 from patrickstar.parallel.layers_2d import (
     BlockLayer,
-    EmbeddingBlock,
     LinearBlock,
-    NormBlock,
-    PositionsBlock,
     SharedInput,
     TakeBlock,
     TiedHeadBlock,
 )
-from patrickstar.parallel.plans_2d import Placed, Plan, placed
+from patrickstar.parallel.plans_2d import KINDS, Placed, Plan, placed
 from patrickstar.parallel.random_streams import RandomStreams
 from patrickstar.parameters.transforms import is_compiled
 
@@ -89,10 +84,6 @@ class Tensor2D:
         watch_root(model, RandomStreams(place, device), in_copies=True)
         return model
 
-    @overload
-    def shard(self, batch: torch.Tensor) -> torch.Tensor: ...
-    @overload
-    def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]: ...
     def shard(self, batch: Any) -> Any:
         """The rows of a batch that belong to this rank's row of the mesh, from a tensor or from a mapping of tensors.
 
@@ -171,7 +162,7 @@ def _replace(model: nn.Module, found: Sequence[Placed], grid: Grid) -> None:
         if isinstance(getattr(parent, name), BlockLayer):
             continue  # the owner has several names
         is_tied = one.kind == "head" and id(one.module.weight) in tables
-        layer = (TiedHeadBlock if is_tied else _LAYERS[one.kind])(grid, one.module, take)
+        layer = (TiedHeadBlock if is_tied else KINDS[one.kind][0])(grid, one.module, take)
         setattr(parent, name, layer)
         if one.kind == "linear_qkv" and hasattr(parent, "split_size"):  # GPT-2: where queries end and keys begin
             parent.split_size //= grid.q
@@ -193,18 +184,6 @@ def _take_blocks(grid: Grid) -> TakeBlock:
         return made[parameter]
 
     return take
-
-
-_LAYERS: Final[Mapping[str, Callable[..., BlockLayer]]] = MappingProxyType(
-    {
-        "linear": LinearBlock,
-        "linear_qkv": partial(LinearBlock, parts=3),
-        "norm": NormBlock,
-        "embedding": EmbeddingBlock,
-        "positions": PositionsBlock,
-        "head": LinearBlock,
-    }
-)
 
 
 def _cuts(model: nn.Module) -> dict[str, Cut]:
