@@ -99,12 +99,19 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-def watch_root(model: nn.Module, events: ModuleEvents) -> Watched:
-    """Tells of the forwards of a model. Ours comes before the user's hooks on the way in, and after them on the way out."""
+def watch_root(model: nn.Module, events: ModuleEvents, *, in_copies: bool = False) -> Watched:
+    """Tells of the forwards of a model. Ours comes before the user's hooks on the way in, and after them on the way out.
+
+    Args:
+        in_copies: whether copies of the model tell the same listener.
+    """
+    before, after = events.before_forward, lambda module, *_: events.after_forward(module)
+    if not in_copies:
+        before, after = _Hook(before), _Hook(after)
     return Watched(
         (
-            model.register_forward_pre_hook(_Hook(events.before_forward), with_kwargs=True, prepend=True),
-            model.register_forward_hook(_Hook(lambda module, *_: events.after_forward(module)), always_call=True),
+            model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            model.register_forward_hook(after, always_call=True),
         )
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.assembled import ASSEMBLED
 from tests.mutants.binding import BINDING
 from tests.mutants.blocks import BLOCKS
+from tests.mutants.blocks_2d import BLOCKS_2D
 from tests.mutants.bounds import BOUNDS
 from tests.mutants.changes import CHANGES
 from tests.mutants.engine import ENGINE
@@ -45,4 +46,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *STREAMS,
     *RANKS,
     *LONG_SEQUENCES,
+    *BLOCKS_2D,
 )

@@ -1,0 +1,185 @@
+"""The ranks of a square mesh, and how a tensor is cut over them.
+
+A rank (i, j) of q x q is in row i and column j. A line is named by what varies along it: over `rows` (the ranks of one column) i varies, over
+`cols` j does. Blocks are as `torch.chunk` cuts, so those at the end may be smaller, or empty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from patrickstar.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Ranks that share tensors: their group, their numbers in the whole program in order, and the place of this one."""
+
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    index: int
+
+    def broadcast(self, tensor: torch.Tensor, place: int) -> Callable[[], Any]:
+        """Begins to give all what the rank at a place has; gives back what waits for it."""
+        if not tensor.numel() or len(self.ranks) == 1:  # an empty block is so on all ranks of the line
+            return _nothing
+        return dist.broadcast(tensor, src=self.ranks[place], group=self.group, async_op=True).wait
+
+    def reduce(self, tensor: torch.Tensor, place: int) -> Callable[[], Any]:
+        """Begins to sum a tensor over all, for the rank at a place; gives back what waits for it. Others' tensors have no meaning afterwards."""
+        if not tensor.numel() or len(self.ranks) == 1:
+            return _nothing
+        return dist.reduce(tensor, dst=self.ranks[place], group=self.group, async_op=True).wait
+
+    def sum(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The sums of some tensors of one dtype over all ranks, by one call."""
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.all_reduce(flat, group=self.group)
+        pieces = flat.split([tensor.numel() for tensor in tensors])
+        return tuple(piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True))
+
+    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The elements' maxima over all ranks, in place."""
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A square mesh as this rank sees it. `rows`: the line over which the row varies; `cols`: that over which the column does."""
+
+    q: int
+    rows: Line
+    cols: Line
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Grid:
+        """The grid of a mesh. Raises ConfigError where it has not two dimensions of one size."""
+        if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2 or mesh.size(0) != mesh.size(1):
+            raise ConfigError(
+                f'2D parallelism takes a mesh of two dimensions of equal size, as mesh["row", "col"]; got {mesh}'
+            )
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None, "this rank is not of the mesh"
+        i, j = coordinate
+        rows = Line(mesh.get_group(0), tuple(mesh.mesh[:, j].tolist()), i)
+        return cls(mesh.size(0), rows, Line(mesh.get_group(1), tuple(mesh.mesh[i].tolist()), j))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Grid:
+        return self  # a copied model is of the same ranks; groups cannot be copied
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A way to cut a parameter into blocks.
+
+    Attributes:
+        shape: of the whole. rows, cols: the dimension that is cut over each line; None: every rank of that line has the same.
+        parts: the dimension cut over `cols` has so many parts, and a block is a piece of each: queries, keys and values of one matrix.
+    """
+
+    shape: tuple[int, ...]
+    rows: int | None
+    cols: int | None
+    parts: int = 1
+
+    def block(self, whole: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """The block of a whole tensor that is this rank's, a tensor of its own."""
+        if self.rows is not None:
+            whole = piece(whole, self.rows, grid.rows.index, grid.q)
+        if self.cols is not None:
+            dim, j = self.cols, grid.cols.index
+            whole = torch.cat([piece(part, dim, j, grid.q) for part in whole.chunk(self.parts, dim)], dim)
+        return whole.clone(memory_format=torch.contiguous_format)
+
+    def whole(self, block: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """The whole tensor of which all ranks have blocks, on each of them."""
+        if self.cols is not None:
+            pieces = gather(block, self.cols, grid.cols, chunk_sizes(self.shape[self.cols], grid.q))
+            if self.parts == 1:
+                block = torch.cat(pieces, self.cols)
+            else:
+                of_part = zip(*(piece.chunk(self.parts, self.cols) for piece in pieces), strict=True)
+                block = torch.cat([one for part in of_part for one in part], self.cols)
+        if self.rows is not None:
+            block = torch.cat(
+                gather(block, self.rows, grid.rows, chunk_sizes(self.shape[self.rows], grid.q)), self.rows
+            )
+        return block
+
+
+def chunk_sizes(size: int, q: int) -> list[int]:
+    """Sizes of the q blocks of a dimension, as `torch.chunk` cuts it; those that it leaves out are empty."""
+    most = -(-size // q)
+    return [max(0, min(most, size - place * most)) for place in range(q)]
+
+
+def piece(tensor: torch.Tensor, dim: int, place: int, q: int) -> torch.Tensor:
+    """The block of a dimension that belongs to a place of q."""
+    return tensor.split(chunk_sizes(tensor.shape[dim], q), dim)[place]
+
+
+Source = tuple[torch.Tensor, int, Line]
+"""A rank's own block, the dimension whose size differs along a line, and the line."""
+
+
+def panels(sizes: Sequence[int], *sources: Source) -> Iterator[list[torch.Tensor]]:
+    """The blocks of the ranks along lines, place by place, one of each source; those of the next place are under way while these are used.
+
+    A block is there until the one after the next is asked for: what is received lies in two buffers in turn.
+    """
+    sources = tuple((own.contiguous(), dim, line) for own, dim, line in sources)
+    shapes = [[[*own.shape[:dim], size, *own.shape[dim + 1 :]] for size in sizes] for own, dim, _ in sources]
+    buffers = [
+        [own.new_empty(math.prod(shape[0])) for _ in sizes[1:3]]
+        for (own, *_), shape in zip(sources, shapes, strict=True)
+    ]
+
+    def begin(place: int) -> list[tuple[torch.Tensor, Callable[[], Any]]]:
+        begun = []
+        for (own, _, line), shape, both in zip(sources, shapes, buffers, strict=True):
+            panel = own
+            if place != line.index:
+                both.reverse()
+                panel = both[0][: math.prod(shape[place])].view(shape[place])
+            begun.append((panel, line.broadcast(panel, place)))
+        return begun
+
+    under_way = begin(0)
+    for place in range(len(sizes)):
+        here, under_way = under_way, begin(place + 1) if place + 1 < len(sizes) else []
+        for _, wait in here:
+            wait()
+        yield [panel for panel, _ in here]
+
+
+def own_sums(line: Line, partials: Iterator[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Sums over a line of what its ranks compute for each place, those for this rank's. One is summed while the next is computed."""
+    own: list[torch.Tensor] = []
+    waiting: list[Callable[[], Any]] = []
+    for place, partial in enumerate(partials):
+        begun = [line.reduce(each, place) for each in partial]
+        for wait in waiting:
+            wait()
+        waiting = begun
+        if place == line.index:
+            own = partial
+    for wait in waiting:
+        wait()
+    return own
+
+
+def gather(own: torch.Tensor, dim: int, line: Line, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """The blocks of all ranks along a line, which differ in one dimension."""
+    return [panel.clone() for (panel,) in panels(sizes, (own, dim, line))]
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,191 @@
+"""2D tensor parallelism (Optimus, arXiv 2104.05343): every matrix, activation and optimizer state in q x q blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from patrickstar.deferred.deferred_init import deferred_by
+from patrickstar.errors import ConfigError, StateError
+from patrickstar.hooks import watch_root
+from patrickstar.parallel.cross_entropy_2d import CausalLoss, cross_entropy_of_blocks
+from patrickstar.parallel.grid import Cut, Grid, Line, gather, piece
+from patrickstar.parallel.layers_2d import (
+    BlockLayer,
+    LinearBlock,
+    SharedInput,
+    TakeBlock,
+    TiedHeadBlock,
+)
+from patrickstar.parallel.plans_2d import KINDS, Placed, Plan, placed
+from patrickstar.parallel.random_streams import RandomStreams
+from patrickstar.parameters.transforms import is_compiled
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+class Tensor2D:
+    """2D tensor parallelism over a mesh of two dimensions of equal size q: rows, then columns.
+
+        tp = Tensor2D(mesh["row", "col"])
+        tp.parallelize(model)  # before the optimizer is made
+        loss = model(**tp.shard(batch)).loss
+
+    Activations are cut by the batch over rows and by features, heads or the vocabulary over columns. Every rank of a column has the same pieces of
+    vectors (biases, norms, positions), and gradients of these are summed there in backward. Loss and gradients are those of one process.
+    With q = 1 nothing changes. Objects hold a mesh and no more; models of several can live in one process.
+
+    Raises:
+        ConfigError: a mesh of another shape.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.grid = Grid.of(mesh)
+
+    @property
+    def size(self) -> int:
+        """Number of rows, and of columns."""
+        return self.grid.q
+
+    def parallelize(self, model: _Model, plan: Plan | None = None) -> _Model:
+        """Turns a model's parameters into this rank's blocks, in place, and gives it back. No rank waits for another.
+
+        Parameters keep their names, and are ordinary ones. They may have been built under `deferred_init`; then one at a time is made whole.
+
+        Args:
+            plan: names of modules with `*` to "linear", "linear_qkv" (queries, keys and values side by side), "norm", "embedding", "positions" or
+                "head". `a.q+k+v`: linear layers that are called with one tensor after each other, which is then sent once. None: the model's own,
+                by its `config.model_type`: Llama and GPT-2. A module's code must take the number of heads from what it is given.
+        Raises:
+            ConfigError: a model without a plan, a plan that does not fit, or sizes that do not divide by q, with the numbers.
+            StateError: a model that is parallelized already.
+        """
+        if any(isinstance(module, BlockLayer) for module in model.modules()):
+            raise StateError(f"{type(model).__name__} is parallelized already: its parameters are blocks")
+        if any(map(is_compiled, model.modules())):
+            raise ConfigError(
+                "a compiled model cannot be cut into blocks: parallelize what torch.compile was given, and do not compile it"
+            )
+        if self.size == 1:
+            return model
+        found = placed(model, plan, self.size)
+        embeddings = [one.module for one in found if one.kind == "embedding"]
+        vocabulary = [module.num_embeddings for module in embeddings if isinstance(module, nn.Embedding)]
+        device = next(model.parameters()).device
+        _replace(model, found, self.grid)
+        if hasattr(type(model), "loss_function") and vocabulary:  # a property, which warns when it is asked
+            setattr(model, "loss_function", CausalLoss(self.grid, vocabulary[0]))  # noqa: B010
+        place = self.grid.rows.index * self.size + self.grid.cols.index
+        watch_root(model, RandomStreams(place, device), in_copies=True)
+        return model
+
+    def shard(self, batch: Any) -> Any:
+        """The rows of a batch that belong to this rank's row of the mesh, from a tensor or from a mapping of tensors.
+
+        What has one row for all of the batch (`position_ids`) stays whole, and so does what is no tensor. `inputs_embeds` are cut by columns,
+        too. Labels are not shifted.
+
+        Raises:
+            ConfigError: fewer rows than q.
+        """
+        if isinstance(batch, torch.Tensor):
+            return self._rows(batch)
+        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim()}
+        n_rows = max((value.shape[0] for value in tensors.values()), default=0)
+        sharded = {name: self._rows(value) for name, value in tensors.items() if value.shape[0] == n_rows}
+        if "inputs_embeds" in sharded:
+            sharded["inputs_embeds"] = piece(sharded["inputs_embeds"], -1, self.grid.cols.index, self.size)
+        return {**batch, **sharded}
+
+    def unshard(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole of which all ranks have blocks: the first dimension by row, the last, if there is another, by column. Without a gradient."""
+        tensor = tensor.detach()
+        if self.size == 1:
+            return tensor
+        if tensor.dim() > 1:
+            tensor = self._gathered(tensor, tensor.dim() - 1, self.grid.cols)
+        return self._gathered(tensor, 0, self.grid.rows)
+
+    def cross_entropy(
+        self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int | None = None, *, ignore_index: int = -100
+    ) -> torch.Tensor:
+        """The mean cross-entropy of the whole batch, the same on all ranks; 0 where no label is valid. Its gradient is this rank's share.
+
+        Args:
+            logits: this rank's block [B, ..., V]. labels: [B, ...] of its row, each the one that its logits are about.
+            vocab_size: of the whole, where q does not divide it.
+        """
+        if self.size == 1:
+            total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index, reduction="sum")
+            return total / (labels != ignore_index).sum().clamp(min=1)
+        size = logits.shape[-1] * self.size if vocab_size is None else vocab_size
+        return cross_entropy_of_blocks(self.grid, logits, labels, size, ignore_index=ignore_index)
+
+    def state_dict(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and whole tensors of what `model.state_dict()` has, in the model's own layout, one at a time. All ranks ask for all of them."""
+        cuts = _cuts(model)
+        for name, tensor in model.state_dict().items():
+            yield name, cuts[name].whole(tensor, self.grid) if name in cuts else tensor
+
+    def gradients(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and whole gradients of the parameters that have one, one at a time. All ranks ask for all of them."""
+        cuts = _cuts(model)
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                yield name, cuts[name].whole(parameter.grad, self.grid) if name in cuts else parameter.grad
+
+    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[0] < self.size:
+            raise ConfigError(
+                f"a batch of {tensor.shape[0]} over {self.size} rows of ranks: each row of the mesh takes one at least"
+            )
+        return piece(tensor, 0, self.grid.rows.index, self.size)
+
+    def _gathered(self, tensor: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
+        own = torch.zeros(self.size, dtype=torch.int64, device=tensor.device)
+        own[line.index] = tensor.shape[dim]
+        return torch.cat(gather(tensor, dim, line, line.sum(own)[0].tolist()), dim)
+
+
+def _replace(model: nn.Module, found: Sequence[Placed], grid: Grid) -> None:
+    tables = {id(one.module.weight) for one in found if one.kind == "embedding"}
+    together: dict[str, list[LinearBlock]] = {}
+    take = _take_blocks(grid)
+    for one in found:
+        owner, _, name = one.name.rpartition(".")
+        parent: Any = model.get_submodule(owner)
+        if isinstance(getattr(parent, name), BlockLayer):
+            continue  # the owner has several names
+        is_tied = one.kind == "head" and id(one.module.weight) in tables
+        layer = (TiedHeadBlock if is_tied else KINDS[one.kind][0])(grid, one.module, take)
+        setattr(parent, name, layer)
+        if one.kind == "linear_qkv" and hasattr(parent, "split_size"):  # GPT-2: where queries end and keys begin
+            parent.split_size //= grid.q
+        if one.together and isinstance(layer, LinearBlock):
+            together.setdefault(one.together, []).append(layer)
+    for layers in together.values():
+        SharedInput(layers)
+
+
+def _take_blocks(grid: Grid) -> TakeBlock:
+    """Makes blocks of parameters, one of each, however many modules have it."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+
+    def take(parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
+        if parameter not in made:
+            recorder = deferred_by(parameter)
+            whole = parameter.detach() if recorder is None else recorder.value(parameter)
+            made[parameter] = nn.Parameter(cut.block(whole, grid), requires_grad=parameter.requires_grad)
+        return made[parameter]
+
+    return take
+
+
+def _cuts(model: nn.Module) -> dict[str, Cut]:
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, BlockLayer))
+    return {f"{name}.{own}".lstrip("."): cut for name, layer in layers for own, cut in layer.cuts.items()}
