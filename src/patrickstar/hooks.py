@@ -208,3 +208,17 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
 def watch_parameters(registered: Callable[[nn.Module, str, nn.Parameter], None]) -> Watched:
     """Tells of every parameter that any module registers, by module and name, just before."""
     return Watched((register_module_parameter_registration_hook(registered),))
+
+
+def watch_arguments(
+    model: nn.Module,
+    before: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
+    after: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None],
+) -> Watched:
+    """Shows each call of a model with its arguments, and then with its output. Both may raise, and change nothing."""
+    return Watched(
+        (
+            model.register_forward_pre_hook(_Hook(before), with_kwargs=True),
+            model.register_forward_hook(_Hook(after), with_kwargs=True),
+        )
+    )

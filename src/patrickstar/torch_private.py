@@ -326,6 +326,11 @@ def broadcast(group: Backend, tensor: torch.Tensor, root: int) -> Work:
     return group.broadcast(tensor, root)  # type: ignore[attr-defined]
 
 
+def reduce_scatter(group: Backend, out: torch.Tensor, pieces: torch.Tensor) -> Work:
+    """Begins to add up pieces over the ranks of such a group: each gets, in `out`, the sum of its own, which are as many as ranks."""
+    return group._reduce_scatter_base(out, pieces)  # type: ignore[attr-defined]
+
+
 def all_to_all(group: Backend, out: torch.Tensor, pieces: torch.Tensor) -> Work:
     """Begins to send each rank of such a group its piece, and to receive, in `out`, a piece of each."""
     return group.alltoall_base(out, pieces, [], [])  # type: ignore[attr-defined]

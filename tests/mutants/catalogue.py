@@ -11,6 +11,7 @@ from tests.mutants.changes import CHANGES
 from tests.mutants.engine import ENGINE
 from tests.mutants.forecasts import FORECASTS
 from tests.mutants.homes import HOMES
+from tests.mutants.long_sequences import LONG_SEQUENCES
 from tests.mutants.moving import MOVING
 from tests.mutants.mutant import Mutant
 from tests.mutants.outside import OUTSIDE
@@ -44,5 +45,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *HOMES,
     *STREAMS,
     *RANKS,
+    *LONG_SEQUENCES,
     *BLOCKS_2D,
 )

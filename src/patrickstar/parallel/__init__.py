@@ -7,16 +7,30 @@ import typing as _typing
 import patrickstar.parallel.costs as costs  # noqa: PLR0402  (it has no torch; importing it from this very module would be a circle)
 
 if _typing.TYPE_CHECKING:
+    from patrickstar.parallel.context_parallel import ContextParallel
     from patrickstar.parallel.summa import summa_ab, summa_abt, summa_atb
     from patrickstar.parallel.tensor_2d import Tensor2D
     from patrickstar.parallel.traffic_counter import Traffic, traffic
+    from patrickstar.parallel.verification import Verification
 
-__all__ = ["Tensor2D", "Traffic", "costs", "summa_ab", "summa_abt", "summa_atb", "traffic"]
+__all__ = [
+    "ContextParallel",
+    "Tensor2D",
+    "Traffic",
+    "Verification",
+    "costs",
+    "summa_ab",
+    "summa_abt",
+    "summa_atb",
+    "traffic",
+]
 
 _PLACES = _types.MappingProxyType(
     {
+        "ContextParallel": "patrickstar.parallel.context_parallel",
         "Tensor2D": "patrickstar.parallel.tensor_2d",
         "Traffic": "patrickstar.parallel.traffic_counter",
+        "Verification": "patrickstar.parallel.verification",
         "summa_ab": "patrickstar.parallel.summa",
         "summa_abt": "patrickstar.parallel.summa",
         "summa_atb": "patrickstar.parallel.summa",

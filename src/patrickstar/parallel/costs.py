@@ -34,7 +34,7 @@ class SentBytes:
     backward: int
 
 
-def attention(  # noqa: PLR0917  (numbers of one formula)
+def attention(
     method: str,
     ranks: int,
     batch: int,
@@ -84,7 +84,7 @@ def linear_2d(q: int, batch: int, tokens: int, inputs: int, outputs: Sequence[in
     return SentBytes(forward, 2 * forward)
 
 
-def summa(  # noqa: PLR0917  (numbers of one formula)
+def summa(
     q: int, batch: int, tokens: int, hidden: int, layers: int = 1, recompute: bool = False, element: int = 2
 ) -> SentBytes:
     """Bytes that each rank of q x q sends for the matrices of GPT-2's layers: (q-1)/q^2 (7BLH + 12H^2) each, and twice that backward.
@@ -134,7 +134,7 @@ def tokens_where_sequence_is_smaller(
     return matrices * hidden * (ranks / ((ranks - 1) * layers) if sharded else STATES)
 
 
-def block_memory(  # noqa: PLR0917  (numbers of one formula)
+def block_memory(
     block: str, system: str, ranks: int, batch: int, tokens: int, hidden: int, heads: int, *, projection: int = 0
 ) -> dict[str, float]:
     """Elements of one block on one rank, its states and its activations: the rows of RSA's tables 1 to 3.
@@ -157,7 +157,7 @@ def block_memory(  # noqa: PLR0917  (numbers of one formula)
     return {"states": STATES * matrices * hidden**2, "activations": 5 * own, "scores": scores}
 
 
-def memory(  # noqa: PLR0917  (numbers of one formula)
+def memory(
     system: str,
     ranks: int,
     batch: int,

@@ -86,7 +86,8 @@ def traffic(mesh: DeviceMesh | None = None) -> Traffic:
             loss.backward()
         seen.sent["cp"], seen.calls["cp"]
 
-    Groups are named by the dimension of the mesh that they were made for. Those of no mesh have their own description (`default_pg`).
+    Groups are named by the dimension of the mesh that they were made for. Those of no mesh have their own description (`default_pg`). Weights and
+    gradients of a session are sent by a thread of its own, which is not seen here: `stats().moved["ranks"]` has those.
 
     Args:
         mesh: names for groups that were not made for it: a mesh of one dimension has the default group where it has all ranks.
@@ -113,51 +114,26 @@ def _all_to_all(nbytes: int, group: dist.ProcessGroup, args: Sequence[Any]) -> i
     return group.size() * (nbytes - own)
 
 
-def _all_to_all_lists(nbytes: int, group: dist.ProcessGroup, args: Sequence[Any]) -> int:
-    return group.size() * (nbytes - _nbytes(args[1][group.rank()]))
-
-
-def _scatter(nbytes: int, group: dist.ProcessGroup, args: Sequence[Any]) -> int:
-    # Only the root has pieces to give.
-    return (group.size() - 1) * nbytes if args[3] == group.rank() else 0
-
-
-def _gather(nbytes: int, group: dist.ProcessGroup, args: Sequence[Any]) -> int:
-    return 0 if args[3] == group.rank() else group.size() * nbytes
-
-
-def _send(nbytes: int, group: dist.ProcessGroup, _: Sequence[Any]) -> int:
-    return group.size() * nbytes
-
-
-def _all_gather(nbytes: int, group: dist.ProcessGroup, _: Sequence[Any]) -> int:
-    return group.size() * (group.size() - 1) * nbytes
-
-
-def _once(nbytes: int, group: dist.ProcessGroup, _: Sequence[Any]) -> int:
-    return (group.size() - 1) * nbytes
-
-
-def _twice(nbytes: int, group: dist.ProcessGroup, _: Sequence[Any]) -> int:
-    return 2 * (group.size() - 1) * nbytes
-
-
 _SENDS_NOTHING: Final = frozenset({"recv", "irecv", "recv_any_source", "barrier", "monitored_barrier"})
 _ONE_TENSOR: Final = frozenset({"send", "broadcast", "reduce", "allreduce"})
 """Kinds that write where they read; others are given the place of what comes first."""
 _N_TIMES_BYTES: Final[Mapping[str, Callable[[int, dist.ProcessGroup, Sequence[Any]], int]]] = MappingProxyType(
     {
-        **dict.fromkeys(("send", "isend"), _send),
+        **dict.fromkeys(("send", "isend"), lambda b, group, _: group.size() * b),
         **dict.fromkeys(
-            ("allgather", "_allgather_base", "allgather_into_tensor", "all_gather_into_tensor"), _all_gather
+            ("allgather", "_allgather_base", "allgather_into_tensor", "all_gather_into_tensor"),
+            lambda b, group, _: group.size() * (group.size() - 1) * b,
         ),
-        **dict.fromkeys(("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor"), _once),
-        **dict.fromkeys(("broadcast", "reduce"), _once),
-        **dict.fromkeys(("allreduce", "all_reduce"), _twice),
+        **dict.fromkeys(
+            ("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor", "broadcast", "reduce"),
+            lambda b, group, _: (group.size() - 1) * b,
+        ),
+        **dict.fromkeys(("allreduce", "all_reduce"), lambda b, group, _: 2 * (group.size() - 1) * b),
         **dict.fromkeys(("alltoall_base", "all_to_all_single"), _all_to_all),
-        "alltoall": _all_to_all_lists,
-        "scatter": _scatter,
-        "gather": _gather,
+        "alltoall": lambda b, group, args: group.size() * (b - _nbytes(args[1][group.rank()])),
+        # Only the root has pieces to give; all but the root give theirs.
+        "scatter": lambda b, group, args: (group.size() - 1) * b * (args[3] == group.rank()),
+        "gather": lambda b, group, args: group.size() * b * (args[3] != group.rank()),
     }
 )
 """Bytes times the number of ranks, by kind: in whole numbers, so that no part of one is lost call by call."""

@@ -1,0 +1,319 @@
+"""Context parallelism: sequences cut over the ranks of a group, which is one rank with more memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final, Literal, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from patrickstar.config.problems import refuse
+from patrickstar.errors import StateError, nearest
+from patrickstar.parallel.cut_batches import IGNORED, cut
+from patrickstar.parallel.group import MeshGroup, digest
+from patrickstar.parallel.layouts import TokenLayout
+from patrickstar.parallel.ring import Ring
+from patrickstar.parallel.strips import Strips
+from patrickstar.parallel.swapped_heads import SwappedHeads, whole
+from patrickstar.parallel.token_losses import mean_over, token_losses
+from patrickstar.parallel.transformer_models import is_parallelized, parallelize, refuse_unknown, release
+from patrickstar.parallel.verification import Verification, verify
+from patrickstar.torch_private import FakeTensor
+
+Model = TypeVar("Model", bound=nn.Module)
+_LAYOUTS: Final = MappingProxyType(
+    {"ring": ("zigzag", "contiguous"), "rsa": ("contiguous",), "ulysses": ("contiguous",)}
+)
+
+
+class ContextParallel:
+    """Attention, batches and losses of ranks that each have a part of every sequence.
+
+        cp = ContextParallel(mesh["cp"])
+        cp.parallelize(model)
+        loss = model(**cp.shard(batch)).loss
+
+    Loss, gradients and their norm are those of one rank with the whole sequences: the loss is the same on each, and `reduce_gradients` sums gradients
+    over the group. A copy of what holds it shares it.
+
+    Args:
+        mesh: of one dimension, of any name.
+        method: `"ring"` (arXiv 2310.01889), `"rsa"` (Ring Self-Attention, arXiv 2105.13120) or `"ulysses"` (arXiv 2309.14509).
+        layout: `"zigzag"` or `"contiguous"`; None: the first that the method has, of which only `"ring"` has both.
+        gradients: `"sum"`, or `"mean"` where something else averages them over the group, as DDP and FSDP2 do: they are N times as large then.
+
+    Raises:
+        ConfigError: all that is wrong with the arguments, before any collective. RankError: other ranks have others.
+
+    Attributes:
+        size, rank: number of ranks, and the place of this one. method, layout: see above.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        method: Literal["ring", "rsa", "ulysses"] = "ring",
+        *,
+        layout: Literal["zigzag", "contiguous"] | None = None,
+        gradients: Literal["sum", "mean"] = "sum",
+    ) -> None:
+        refuse(list(_problems(mesh, method, layout, gradients)), of="ContextParallel")
+        self.method = method
+        self.layout = layout or _LAYOUTS[method][0]
+        self._group = MeshGroup(mesh)
+        self.size, self.rank = self._group.size, self._group.rank
+        self._tokens = TokenLayout(self.layout, self._group.size)
+        self._gradient_scale = self.size if gradients == "mean" else 1
+        self._seen: set[str] = set()
+        self._group.agree("ContextParallel", f"method {method!r}, layout {self.layout!r}, gradients {gradients!r}")
+
+    def __deepcopy__(self, _: Any) -> ContextParallel:
+        """The object itself: its ranks are not copied."""
+        return self
+
+    @property
+    def multiple(self) -> int:
+        """Number by which lengths are divisible."""
+        return self._tokens.multiple
+
+    def positions(self, length: int, *, device: torch.device | str | None = None) -> torch.Tensor:
+        """The positions [L/N] of a sequence that this rank has, in its order.
+
+        Raises:
+            ConfigError: `length` is not divisible by `multiple`.
+        """
+        if pad := -length % self.multiple:
+            problem = (
+                f"a length of {length} over {self.size} ranks: make it {length + pad}, a multiple of {self.multiple}"
+            )
+            refuse([f"{problem} (a batch that is a mapping is padded)"], of=f"{self.method}, {self.layout}")
+        return self._tokens.positions(self.rank, length).to(device)
+
+    def shard(self, batch: Any, dim: int = 1) -> Any:
+        """The part that this rank has of a batch, which all ranks of the group have alike.
+
+        Args:
+            batch: a tensor, which is cut along `dim`, or a mapping as `transformers` names it (`input_ids`, `inputs_embeds`, `attention_mask` [B, L],
+                `position_ids`, `token_type_ids`, `labels`), which is padded; that changes no result. Labels are shifted before the cut
+                (`shift_labels`). Positions that start again are packed documents, unless there is a mask.
+
+        Raises:
+            ConfigError: a tensor whose length is not divisible by `multiple`; something in the mapping that cannot be cut.
+            RankError: another rank of the group has another batch; on all ranks.
+        """
+        if isinstance(batch, torch.Tensor):
+            self._agree_on("shard", {"a tensor": batch})
+            return batch.index_select(dim, self.positions(batch.shape[dim], device=batch.device))
+        if self.size == 1:
+            return dict(batch)
+        self._agree_on("shard", {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
+        return cut(
+            batch,
+            multiple=self.multiple,
+            of_rank=lambda each: each.index_select(1, self.positions(each.shape[1], device=each.device)),
+        )
+
+    @torch.no_grad()
+    def unshard(self, tensor: torch.Tensor, dim: int = 1, length: int | None = None) -> torch.Tensor:
+        """The whole of what ranks have parts of along `dim`, without gradients. `length`: without what comes after, padding for instance."""
+        if self.size == 1:
+            return tensor.narrow(dim, 0, tensor.shape[dim] if length is None else length)
+        parts = torch.cat(list(self._group.gather(tensor)), dim)
+        order = torch.cat([self._tokens.positions(rank, parts.shape[dim]) for rank in range(self.size)])
+        parts = parts.index_select(dim, order.argsort().to(tensor.device))
+        return parts if length is None else parts.narrow(dim, 0, length)
+
+    def attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        *,
+        segments: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention to all tokens of the sequences, as `torch.nn.functional.scaled_dot_product_attention` has it on one rank.
+
+        Args:
+            query: [B, Z, L/N, A], this rank's tokens in the order of `positions`. key, value: [B, Zk, L/N, A]; Zk < Z with `enable_gqa`.
+            attn_mask: [.., L/N, L], additive, or boolean and true where a token is seen; `"rsa"` only.
+            dropout_p: of attention weights; not in a ring.
+            segments: [B, L/N], integers: tokens see those with the same.
+
+        Raises:
+            ConfigError: what the method does not do, and heads that do not divide, before any collective. RankError: other ranks have other shapes.
+        """
+        refuse(
+            list(self._attention_problems(query, key, value, attn_mask, dropout_p, enable_gqa, segments)),
+            of="attention",
+        )
+        if torch.is_autocast_enabled(query.device.type):
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if segments is not None:
+            segments = segments.to(torch.int32).expand(query.shape[0], -1).contiguous()
+        if self.size == 1:
+            return whole(query, key, value, segments, attn_mask, is_causal, scale, dropout_p)
+        shapes = [tuple(each.shape) for each in (query, key, value)]
+        call = (
+            f"{shapes}, {query.dtype}, {is_causal=}, {dropout_p=}, {scale=}, {segments is None=}, {attn_mask is None=}"
+        )
+        if call not in self._seen and not isinstance(query, FakeTensor):
+            self._seen.add(call)
+            self._group.agree("attention", call)
+        if self.method == "ring":
+            return Ring(self._group, self._tokens, is_causal, scale)(query, key, value, segments)
+        if self.method == "rsa":
+            return Strips(self._group, is_causal, scale, dropout_p)(query, key, value, segments, attn_mask)
+        return SwappedHeads(self._group, is_causal, scale, dropout_p)(query, key, value, segments)
+
+    def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = IGNORED) -> torch.Tensor:
+        """The mean cross-entropy of the valid tokens of the group: the whole's value, this rank's share of the gradient.
+
+        Args:
+            logits: [B, L/N, V]. labels: [B, L/N], cut as the tokens are; what is to be predicted is shifted before the cut.
+        """
+        if self.size == 1:
+            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index)
+            return torch.where((labels != ignore_index).any(), loss, 0)
+        return self.token_mean(token_losses(logits, labels, ignore_index), labels != ignore_index)
+
+    def token_mean(
+        self, values: torch.Tensor, valid: torch.Tensor, *, of: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """The mean of the valid values of the group, 0 where there are none: the whole's value, this rank's share of the gradient.
+
+        Args:
+            values: one a token, of this rank's tokens. valid: booleans of the same shape. of: a number to divide their sum by, in place of theirs.
+        """
+        return mean_over(values, valid, self._group, gradient_scale=self._gradient_scale, of=of)
+
+    @torch.no_grad()
+    def reduce_gradients(self, model: nn.Module) -> None:
+        """Has gradients be those of the whole sequences, on each rank: sums over the group. Once after backward, where nothing else does it."""
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if self.size == 1 or not parameters:
+            return
+        # A rank whose tokens do not reach a parameter has none, and takes part.
+        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+        self._group.add_up(has)
+        for parameter, count in zip(parameters, has.tolist(), strict=True):
+            if count:
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                total = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+                self._group.add_up(total)
+                parameter.grad = grad.copy_(total.div_(self._gradient_scale))
+
+    def parallelize(self, model: Model) -> Model:
+        """A `transformers` model whose attention and loss go over the group from now on, itself. Batches come from `shard`.
+
+        Raises:
+            ConfigError: tokens mix in other ways than causal or full attention, or it is no model of `transformers`. StateError: it is parallelized.
+        """
+        refuse_unknown(model, self)
+        return model if self.size == 1 else parallelize(model, self)
+
+    def release(self, model: Model) -> Model:
+        """The model as it was before `parallelize`, itself."""
+        if self.size > 1:
+            release(model, self)
+        return model
+
+    def verify(self, model: nn.Module, batch: Mapping[str, Any]) -> Verification:
+        """The largest relative differences of a `transformers` model run on a batch whole, on each rank, and cut over the group.
+
+        The model is in evaluation mode meanwhile, and has the gradients that it had.
+
+        Args:
+            model: parallelized, with parameters that fit beside two of their gradients. batch: whole, as for `shard`, alike on all ranks.
+        """
+        if not is_parallelized(model, self) and self.size > 1:
+            raise StateError("verify: the model is not parallelized by this object: call parallelize(model) first")
+        return verify(model, batch, self)
+
+    def _agree_on(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        # Of shapes alone, nobody says anything.
+        if self.size > 1 and not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
+            self._group.agree(what, ", ".join(f"{name} {digest(tensors[name])}" for name in sorted(tensors)))
+
+    def _attention_problems(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout: float,
+        enable_gqa: bool,
+        segments: torch.Tensor | None,
+    ) -> list[str]:
+        shapes = f"query {list(q.shape)}, key {list(k.shape)}, value {list(v.shape)}"
+        if not q.ndim == k.ndim == v.ndim == 4 or q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
+            return [f"{shapes}: [B, Z, L/N, A] is expected of each, of as many rows"]
+        problems = self.head_problems(q.shape[1], k.shape[1])
+        if q.shape[2:] != k.shape[2:]:
+            problems.append(f"{shapes}: each rank has as many queries as keys, and both are of one size")
+        if q.shape[1] != k.shape[1] and not enable_gqa:
+            problems.append(f"{q.shape[1]} heads and {k.shape[1]} key heads: enable_gqa=True shares them")
+        if q.shape[2] * self.size % self.multiple:
+            problems.append(
+                f"{q.shape[2]} tokens a rank: {self.layout} has {self.multiple // self.size} equal parts on each"
+            )
+        if mask is not None and self.method != "rsa":
+            problems.append(f'attn_mask in method="{self.method}": segments= works in all, any mask with method="rsa"')
+        pairs = (*q.shape[:3], self.size * k.shape[2])
+        if mask is not None and any(n not in {1, of} for n, of in zip(mask.shape[::-1], pairs[::-1], strict=False)):
+            problems.append(f"attn_mask {list(mask.shape)}: [.., {q.shape[2]}, {self.size * k.shape[2]}] is expected")
+        if dropout and self.method == "ring":
+            problems.append(
+                f'dropout {dropout} in method="ring": "rsa" and "ulysses" have it, or set it to 0 (attn_pdrop)'
+            )
+        if segments is not None and (
+            segments.ndim != 2 or segments.shape[1] != q.shape[2] or segments.is_floating_point()
+        ):
+            problems.append(
+                f"segments {list(segments.shape)} of {segments.dtype}: integers [{q.shape[0]}, {q.shape[2]}]"
+            )
+        return problems
+
+    def head_problems(self, heads: int, key_heads: int) -> list[str]:
+        """Reasons why so many heads cannot be computed here."""
+        n = self.size
+        if heads % key_heads:
+            return [f"{heads} heads over {key_heads} key heads: no multiple"]
+        if self.method != "ulysses":
+            return []
+        problems = [f'{heads} heads over {n} ranks: "ulysses" needs a multiple; "ring" does not'] if heads % n else []
+        if key_heads % n and n % key_heads:
+            problems.append(
+                f'{key_heads} key heads over {n} ranks: "ulysses" needs a multiple or a divisor; "ring" does not'
+            )
+        return problems
+
+
+def _problems(mesh: Any, method: str, layout: str | None, gradients: str) -> list[str]:
+    problems = []
+    if not isinstance(mesh, DeviceMesh):
+        problems.append(f'mesh={mesh!r}: a DeviceMesh of one dimension is expected, as mesh["cp"]')
+    elif mesh.ndim != 1:
+        names = ", ".join(map(repr, mesh.mesh_dim_names or ()))
+        problems.append(f'mesh has {mesh.ndim} dimensions ({names}): give one of them, as mesh["cp"]')
+    elif mesh.get_coordinate() is None:
+        problems.append(f"mesh={mesh}: this process is not in it")
+    if method not in _LAYOUTS:
+        problems.append(
+            f"method={method!r}: {', '.join(map(repr, _LAYOUTS))} are known{nearest(str(method), _LAYOUTS)}"
+        )
+    elif layout is not None and layout not in _LAYOUTS[method]:
+        problems.append(f"layout={layout!r} for {method!r}: it has {', '.join(map(repr, _LAYOUTS[method]))}")
+    if gradients not in {"sum", "mean"}:
+        problems.append(f"gradients={gradients!r}: 'sum' and 'mean' are known")
+    return problems

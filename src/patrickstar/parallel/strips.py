@@ -1,0 +1,122 @@
+"""Ring Self-Attention (arXiv 2105.13120, section 3.2): exact softmax over strips, one for each query head and rank, as long as the sequence.
+
+Each rank has c = L/N tokens: q, out [B, Z, c, A], k [B, Zk, c, A], v [B, Zk, c, Av], scores and weights [B, Z, c, L]. Keys travel for scores, then
+values for the output; backward once more each. The paper adds up gradients of keys and values whole on each rank (all-reduce); here each rank gets
+those of its own tokens (reduce-scatter), 6 (N-1) in place of 8 (N-1). Scores and sums are in fp32 (fp64 in fp64).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from patrickstar.parallel.group import MeshGroup
+from patrickstar.parallel.kernels import grouped, sum_dtype
+from patrickstar.parallel.ring import travel
+
+
+@dataclass(frozen=True, slots=True)
+class Strips:
+    """Attention over strips. Tokens are in contiguous parts over ranks."""
+
+    group: MeshGroup
+    is_causal: bool
+    scale: float
+    dropout: float = 0.0
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: torch.Tensor | None,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The output for this rank's queries. `mask`: [.., c, L], true where a query sees a key, or added to the scores."""
+        return _StripAttention.apply(query, key, value, segments, mask, self)
+
+    def blocks(self, *tensors: torch.Tensor) -> Iterator[tuple[int, slice, list[torch.Tensor]]]:
+        """Each rank, the columns of the strip that are its tokens', and its tensors."""
+        for source, theirs in travel(
+            self.group, [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        ):
+            yield source, self.columns(source, tensors[0].shape[2]), theirs
+
+    @staticmethod
+    def columns(source: int, local: int) -> slice:
+        """The columns of the strip that are a rank's tokens."""
+        return slice(source * local, (source + 1) * local)
+
+
+class _StripAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        segments: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        strips: Strips,
+    ) -> torch.Tensor:
+        dtype, local = sum_dtype(q.dtype), q.shape[2]
+        scores = q.new_empty((*q.shape[:3], local * strips.group.size), dtype=dtype)
+        rows = grouped(q.to(dtype), k.shape[1])
+        for _, columns, (keys, *ids) in strips.blocks(k, *([] if segments is None else [segments])):
+            block = grouped(rows @ keys.to(dtype).mT * strips.scale, q.shape[1])
+            if segments is not None:
+                block.masked_fill_((segments[:, :, None] != ids[0][:, None, :]).unsqueeze(1), -math.inf)
+            scores[..., columns] = block
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        if strips.is_causal:
+            mine = torch.arange(local, device=q.device) + strips.group.rank * local
+            scores.masked_fill_(torch.arange(scores.shape[-1], device=q.device) > mine.unsqueeze(1), -math.inf)
+        sees_nothing = scores.amax(-1, keepdim=True) == -math.inf
+        weights = scores.softmax(-1).masked_fill_(sees_nothing, 0).to(q.dtype)
+        kept = torch.rand_like(weights, dtype=torch.float32) >= strips.dropout if strips.dropout else None
+        out = torch.zeros((*q.shape[:3], v.shape[-1]), dtype=dtype, device=q.device)
+        dropped = _dropped(weights, kept, strips)
+        for _, columns, (values,) in strips.blocks(v):
+            out += grouped(grouped(dropped[..., columns].to(dtype), k.shape[1]) @ values.to(dtype), q.shape[1])
+        ctx.strips = strips
+        ctx.bias = None if mask is None or not mask.requires_grad else (mask.shape, mask.dtype)
+        ctx.save_for_backward(q, k, v, weights, kept)
+        return out.to(q.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, weights, kept = ctx.saved_tensors
+        strips: Strips = ctx.strips
+        dtype, local = sum_dtype(q.dtype), q.shape[2]
+        rows, grad = grouped(q.to(dtype), k.shape[1]), grouped(grad_out.to(dtype), k.shape[1])
+        dropped = _dropped(weights, kept, strips)
+
+        dv = torch.empty((strips.group.size, *v.shape), dtype=dtype, device=v.device)
+        for source in range(strips.group.size):
+            dv[source] = grouped(dropped[..., strips.columns(source, local)].to(dtype), k.shape[1]).mT @ grad
+        of_weights = torch.empty_like(weights, dtype=dtype)
+        for _, columns, (values,) in strips.blocks(v):
+            of_weights[..., columns] = grouped(grad @ values.to(dtype).mT, q.shape[1])
+        of_scores = _dropped(of_weights, kept, strips)
+        of_scores = weights * (of_scores - (of_scores * weights).sum(-1, keepdim=True))
+        of_bias = None if ctx.bias is None else of_scores.sum_to_size(ctx.bias[0]).to(ctx.bias[1])
+
+        of_scores = of_scores * strips.scale
+        dk = torch.empty((strips.group.size, *k.shape), dtype=dtype, device=k.device)
+        for source in range(strips.group.size):
+            dk[source] = grouped(of_scores[..., strips.columns(source, local)], k.shape[1]).mT @ rows
+        dq = torch.zeros_like(q, dtype=dtype)
+        for _, columns, (keys,) in strips.blocks(k):
+            dq += grouped(grouped(of_scores[..., columns], k.shape[1]) @ keys.to(dtype), q.shape[1])
+        of_keys, of_values = (strips.group.scatter_sum(each) for each in (dk, dv))
+        return dq.to(q.dtype), of_keys.to(k.dtype), of_values.to(v.dtype), None, of_bias, None
+
+
+def _dropped(weights: torch.Tensor, kept: torch.Tensor | None, strips: Strips) -> torch.Tensor:
+    return weights if kept is None else weights * kept / (1 - strips.dropout)

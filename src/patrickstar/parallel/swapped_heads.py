@@ -1,0 +1,84 @@
+"""Attention with whole sequences for some heads (DeepSpeed Ulysses, arXiv 2309.14509): an all-to-all from tokens to heads, and one back.
+
+Each rank has c = L/N tokens of all heads, [B, Z, c, A], or Z/N heads of all tokens, [B, Z/N, L, A]. Where there are fewer key heads than ranks, each
+is copied to the ranks whose query heads share it; their gradients are added up by autograd.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from patrickstar.parallel.group import MeshGroup
+from patrickstar.parallel.layouts import TokenLayout
+from patrickstar.parallel.ring import Ring
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedHeads:
+    """Attention whose ranks swap tokens for heads. Tokens are in contiguous parts over ranks."""
+
+    group: MeshGroup
+    is_causal: bool
+    scale: float
+    dropout: float = 0.0
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The output for this rank's tokens."""
+        copies = max(1, self.group.size // key.shape[1])
+        q, k, v = (
+            _Swap.apply(each, self.group, True)
+            for each in (query, key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1))
+        )
+        if segments is not None:
+            segments = self.group.gather(segments).movedim(0, 1).flatten(1)
+        out = whole(q, k, v, segments, None, self.is_causal, self.scale, self.dropout)
+        return _Swap.apply(out, self.group, False)
+
+
+def whole(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+    dropout: float,
+) -> torch.Tensor:
+    """Attention of all tokens of a sequence, on one rank."""
+    if segments is not None and mask is None and not dropout:  # a ring of one keeps no mask for backward
+        return Ring(MeshGroup(None), TokenLayout("contiguous", 1), is_causal, scale)(query, key, value, segments)
+    if segments is not None or (is_causal and mask is not None):
+        seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        if segments is not None:
+            seen = (segments[:, :, None] == segments[:, None, :]).unsqueeze(1)
+        seen = seen.tril() if is_causal else seen
+        mask = seen if mask is None else mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
+    is_grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, dropout, is_causal and mask is None, scale=scale, enable_gqa=is_grouped
+    )
+
+
+class _Swap(torch.autograd.Function):
+    """Brings what ranks have as [B, Z, c, A] to [B, Z/N, L, A], or back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: MeshGroup, to_heads: bool) -> torch.Tensor:
+        ctx.group, ctx.to_heads = group, to_heads
+        if to_heads:
+            pieces = group.exchange(x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous())
+            return pieces.movedim(0, 2).flatten(2, 3)
+        pieces = group.exchange(x.unflatten(2, (group.size, -1)).movedim(2, 0).contiguous())
+        return pieces.movedim(0, 1).flatten(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _Swap.apply(grad, ctx.group, not ctx.to_heads), None, None

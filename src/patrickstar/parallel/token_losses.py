@@ -1,0 +1,56 @@
+"""Means over the valid tokens of a group: the value is the whole's, the gradient is this rank's share of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from patrickstar.errors import ConfigError
+from patrickstar.parallel.group import MeshGroup
+
+
+def mean_over(
+    values: torch.Tensor, valid: torch.Tensor, group: MeshGroup, *, gradient_scale: int = 1, of: Any = None
+) -> torch.Tensor:
+    """The mean of valid values over a group; 0 where there are none. `of`: a number to divide by in place of that of valid values."""
+    if values.shape != valid.shape:
+        raise ConfigError(f"token_mean: values {list(values.shape)} and valid {list(valid.shape)} are not alike")
+    local = torch.where(valid, values, 0).sum(dtype=torch.float64)
+    total, count = _Whole.apply(local, valid.sum(), group, gradient_scale)
+    return (total / (count.clamp_min(1) if of is None else of)).to(values.dtype)
+
+
+def token_losses(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Cross-entropies [B, c] of logits [B, c, V], in fp32 (fp64 in fp64).
+
+    Raises:
+        ConfigError: there are no labels for just these tokens.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ConfigError(
+            f"cross_entropy: labels {list(labels.shape)} for logits {list(logits.shape)}: give both of this rank's tokens, cut by shard"
+        )
+    exact = logits if logits.dtype == torch.float64 else logits.float()
+    flat = F.cross_entropy(exact.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=ignore_index)
+    return flat.view(labels.shape)
+
+
+class _Whole(torch.autograd.Function):
+    """Sum and number over a group, whose gradient is that of this rank's own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, count: torch.Tensor, group: MeshGroup, scale: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        both = torch.stack([local, count.to(local.dtype)])
+        group.add_up(both)
+        total, number = both[0].clone(), both[1].clone()
+        ctx.scale = scale
+        ctx.mark_non_differentiable(number)
+        return total, number
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, None, None]:
+        return grad * ctx.scale, None, None, None
