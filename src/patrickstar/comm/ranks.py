@@ -84,13 +84,13 @@ class Ranks:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def ranks_of(mesh: Any, used: Mapping[str, int]) -> Callable[[], Ranks] | None:
+def ranks_of(mesh: Any, sizes: Mapping[str, int]) -> Callable[[], Ranks] | None:
     """Makes the ranks that share the model; None where it is one process's own.
 
     They are those of a mesh's dimensions "dp" and "cp" together, of which each "cp" group has one batch; without a mesh all of the process group.
 
     Args:
-        used: sizes of the dimensions over which the model works together, by name.
+        sizes: of the dimensions over which the model works together, by name.
     Raises:
         ConfigError: the mesh has other dimensions, lacks one of these, or outlives its process group, or this process is not in it.
     """
@@ -98,7 +98,7 @@ def ranks_of(mesh: Any, used: Mapping[str, int]) -> Callable[[], Ranks] | None:
     names = () if mesh is None else mesh.mesh_dim_names or ()
     problems = [
         f'the model works together over "{name}", {size} ranks, which mesh={mesh} has not: give manage() the whole mesh'
-        for name, size in used.items()
+        for name, size in sizes.items()
         if name not in names and size > 1
     ]
     if mesh is None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -24,6 +26,7 @@ from patrickstar.memory.filesystem import expect_usable
 from patrickstar.memory.links import MakeLane
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.user_optimizer import check_optimizer
+from patrickstar.parallel.group import MeshGroup
 from patrickstar.parallel.transformer_models import works_together_over
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.parameters.wrappers import expect_unwrapped
@@ -41,6 +44,7 @@ from patrickstar.session.parts import Parts
 from patrickstar.session.scaler import LossScaler
 from patrickstar.session.session import Session
 from patrickstar.session.start import Setup, set_up
+from patrickstar.session.step_bytes import StepBytes
 from patrickstar.step.budgets import find_resources
 from patrickstar.step.resources import bound_kernels, uncounted_settings
 from patrickstar.step.training_deferred import DeferredTraining
@@ -63,13 +67,15 @@ def assemble(
     Raises:
         what `manage` raises: model and optimizer are then as before.
     """
-    make_ranks = ranks_of(memory.mesh, works_together_over(model))
+    groups = works_together_over(model)
+    make_ranks = ranks_of(memory.mesh, {name: group.size for name, group in groups.items()})
+    begin = partial(_assembled, model, optimizer, memory, groups, make_lane=make_lane, choice=choice)
     if make_ranks is None:
-        return _assembled(model, optimizer, memory, None, make_lane=make_lane, choice=choice)
+        return begin(None)
     # First of all: the others hear of whatever this rank refuses.
     collectives = Collectives(make_ranks(), timeout_s=memory.options.collective_timeout)
     try:
-        return _assembled(model, optimizer, memory, collectives, make_lane=make_lane, choice=choice)
+        return begin(collectives)
     except BaseException as error:
         collectives.close(f"{collectives.me}: manage() has ended with {type(error).__name__}: {error}")
         if isinstance(error, BudgetError):
@@ -81,6 +87,7 @@ def _assembled(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     memory: MemoryOptions,
+    groups: Mapping[str, MeshGroup],
     collectives: Collectives | None,
     *,
     make_lane: MakeLane | None,
@@ -121,7 +128,11 @@ def _assembled(
     try:
         if collectives is not None:
             expect_alike(named, optimizer, setup, collectives)
+        counters = {name: partial(getattr, group.sent, "total") for name, group in groups.items()}
+        if collectives is not None:
+            counters["dp"] = partial(getattr, collectives, "sent_bytes")
         parts = build_step(model, named, optimizer, setup, store, choice=choice, collectives=collectives)
+        parts = replace(parts, sent=StepBytes(counters))
         return _begin(parts, optimizer, setup, source)
     except BaseException:
         store.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -14,6 +14,7 @@ from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.optim.state import State
 from patrickstar.parameters.binding import Binding
+from patrickstar.session.step_bytes import StepBytes
 from patrickstar.step.events import Events, expect_own_parameters
 from patrickstar.step.executor import Executor
 from patrickstar.step.gradients import Gradients
@@ -30,6 +31,7 @@ class Parts:
     Attributes:
         gradients: those in chunks. whole: the parameters as long as they keep their bytes.
         collectives: of the ranks that share the model, where there are several.
+        sent: what is handed to process groups, step by step.
         host_budget_bytes: what chunks and tensors may take of the host, where the user gave a bound, or None.
     """
 
@@ -46,6 +48,7 @@ class Parts:
     whole: Whole
     host_budget_bytes: int | None
     collectives: Collectives | None = None
+    sent: StepBytes = field(default_factory=StepBytes)
 
     @property
     def steps(self) -> dict[str, int]:
