@@ -61,6 +61,7 @@ def run(request: Request, signals: StopSignals, world: World) -> int:
             )
             device = _device(request.arguments)
             own: dict[str, Any] = {**request.shape, "device": device, "rows": world.rows(request.batch_size)}
+            own["shard"] = request.together.shard
             batches = Batches(data.train, seed=request.seed, **own)
             validation = validation_batches(data.held_out, most=VALIDATION_BATCHES, **own)
         world.expect_alike(
@@ -96,7 +97,10 @@ def _foresee(request: Request, display: Display, world: World) -> tuple[Request,
     if arguments.disk is not None:
         expect_usable(arguments.disk)  # or the forecast would find too little memory
     which = RankOf(world.rank, world.size, world.local_size)
-    forecast = predict(model, **request.shape, clip=request.clip is not None, arguments=arguments, which=which)
+    together = request.together
+    together.begin(model, ranks=world.size)
+    asked: dict[str, Any] = {**request.shape, "clip": request.clip is not None, "arguments": arguments}
+    forecast = predict(model, **asked, which=which, together=together)
     if forecast.refused is not None:
         raise forecast.refused
     return replace(request, arguments=arguments), model, forecast
@@ -233,6 +237,7 @@ def _config(request: Request, data: Data, world: World) -> dict[str, Any]:
         **{name: getattr(request.arguments, name) for name in given},
         "disk": None if disk is None else str(disk),
         "ranks": world.size,
+        "mesh": request.together.sizes or {"dp": world.size},
     }
 
 
