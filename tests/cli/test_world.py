@@ -129,7 +129,7 @@ def test_ranks_with_parts_of_the_sequences_have_the_losses_of_one_process(
     first, second = run(two, runs, "--batch-size", 2, "--steps", 3, "--host-memory", "240MiB", *flags)
     assert (first[0], second) == (0, (0, "", "")), first
     start, *steps, _ = runs.rows()
-    assert start["config"]["mesh"] == {"dp": 1, "cp": 2}
+    assert start["mesh"] == {"dp": 1, "cp": 2}
     assert all(row["sent"]["cp"] > 0 and row["sent"]["dp"] > 0 for row in steps)
     words = [
         "--precision",

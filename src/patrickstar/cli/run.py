@@ -68,7 +68,8 @@ def run(request: Request, signals: StopSignals, world: World) -> int:
             {"the text, the model or the flags": batches.state_dict(), "the checkpoints": resuming},
             "all ranks are given the same ones, and on every machine they are the same",
         )
-        log.write({"event": "start", "config": _config(request, data, world), **start_row(forecast)})
+        mesh = request.together.sizes or {"dp": world.size}
+        log.write({"event": "start", "mesh": mesh, "config": _config(request, data, world), **start_row(forecast)})
         beside = "" if world.size == 1 else f" a rank, {world.size} ranks"
         display.note(f"computes on {_name_of(request.arguments, device)}{beside}")
         parts: dict[str, Any] = {"log": log, "display": display, "signals": signals, "world": world}
@@ -237,7 +238,6 @@ def _config(request: Request, data: Data, world: World) -> dict[str, Any]:
         **{name: getattr(request.arguments, name) for name in given},
         "disk": None if disk is None else str(disk),
         "ranks": world.size,
-        "mesh": request.together.sizes or {"dp": world.size},
     }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -35,12 +37,12 @@ class Together:
     shard: Callable[[Batch], Batch] = field(default=lambda batch: batch, init=False)
 
     @classmethod
-    def of(cls, given: dict[str, Any], *, ranks: int) -> Together:
-        """What flags ask for. ConfigError: it cannot be done together, or not by so many ranks."""
+    def of(cls, given: dict[str, Any], *, ranks: int | None) -> Together:
+        """What flags ask for. ConfigError: it cannot be done together, or not by so many ranks; None: as many as it takes."""
         found = cls(given["context_parallel"], given["sequence_method"], given["tensor_2d"])
         if found.context > 1 and found.q > 1:
             raise ConfigError("--context-parallel and --tensor-2d in one run come later: give one of them")
-        if ranks % found.size:
+        if ranks is not None and ranks % found.size:
             raise ConfigError(f"{found.flag}: {found.size} ranks work on a batch together, and there are {ranks}")
         return found
 
@@ -48,6 +50,11 @@ class Together:
     def size(self) -> int:
         """Number of ranks that share a batch."""
         return self.context * self.q**2
+
+    @property
+    def multiple(self) -> int:
+        """Number by which lengths are divisible that are not padded."""
+        return self.context * (2 if self.method == METHODS[0] else 1)
 
     @property
     def flag(self) -> str:
@@ -78,6 +85,48 @@ class Together:
             tokens = ContextParallel(self.mesh["cp"], self.method)  # type: ignore[arg-type]  # of METHODS
             tokens.parallelize(model)
             self.shard = tokens.shard
+
+    @contextmanager
+    def imagined(self, model: nn.Module, *, ranks: int) -> Iterator[None]:
+        """A context in which a model works together with ranks that are not there."""
+        if not self.flag:
+            yield
+            return
+        from patrickstar.torch_private import imagined_ranks
+
+        with imagined_ranks(ranks):
+            self.begin(model, ranks=ranks)
+            yield
+
+    def sent(self, model: nn.Module, batch_size: int, seq_len: int) -> dict[str, int]:
+        """Bytes that a rank sends to those it works with in a forward and backward of a batch, by mesh dimension. Nothing is computed."""
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        from patrickstar.cli.batches import as_batch
+        from patrickstar.parallel.transformer_models import works_together_over
+
+        groups = works_together_over(model)
+        before = {name: group.sent.imagined for name, group in groups.items()}
+        twin = copy.deepcopy(model)
+        batch = self.shard(as_batch(torch.zeros(batch_size, seq_len, dtype=torch.int64)))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            twin.to_empty(device="cpu")
+            twin(**batch).loss.backward()
+        return {name: group.sent.imagined - before[name] for name, group in groups.items()}
+
+
+def largest(fits: Callable[[int], bool], start: int, *, of: int, most: int | None = None) -> int:
+    """The largest multiple of a number that fits, to within a sixty-fourth, and not above `most`; 0 where none does. `start`: is tried first."""
+    low, high = 0, -(-start // of) * of
+    while (most is None or high <= most) and fits(high):
+        low, high = high, 2 * high
+    if most is not None:
+        high = min(high, most // of * of + of)
+    while high - low > max(of, low // 64 // of * of):
+        middle = (low + high) // 2 // of * of
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 class Square(click.ParamType[int]):

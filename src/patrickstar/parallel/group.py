@@ -18,26 +18,30 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from patrickstar.errors import RankError
-from patrickstar.torch_private import FakeTensor, all_gather, all_to_all, reduce_scatter
+from patrickstar.torch_private import FakeTensor, all_gather, all_to_all, is_imagined, reduce_scatter
 
 _TIMEOUT: Final = timedelta(seconds=600)
 
 
 class SentBytes:
-    """Bytes that this rank hands to a process group of `size` ranks, counted as `traffic` does; of fake tensors none are sent."""
+    """Bytes that this rank hands to a process group of `size` ranks, counted as `traffic` does; those of fake tensors apart."""
 
     def __init__(self, size: int) -> None:
-        self._size, self._n_times_bytes = size, 0
+        self._size, self._n_times_bytes = size, {False: 0, True: 0}
 
     @property
     def total(self) -> int:
-        """Bytes so far, rounded up."""
-        return math.ceil(self._n_times_bytes / self._size)
+        """Bytes that have been sent so far, rounded up."""
+        return math.ceil(self._n_times_bytes[False] / self._size)
+
+    @property
+    def imagined(self) -> int:
+        """Bytes of fake tensors, which nobody has sent, rounded up."""
+        return math.ceil(self._n_times_bytes[True] / self._size)
 
     def add(self, tensor: torch.Tensor, nths: int) -> None:
         """Notes so many n-ths of a tensor's bytes, for n ranks."""
-        if not isinstance(tensor, FakeTensor):
-            self._n_times_bytes += nths * tensor.nbytes
+        self._n_times_bytes[isinstance(tensor, FakeTensor)] += nths * tensor.nbytes
 
 
 class MeshGroup:
@@ -117,7 +121,7 @@ class MeshGroup:
         Raises:
             RankError: two ranks, and what each has; on all ranks alike.
         """
-        if self.size == 1:
+        if self.size == 1 or is_imagined(self._group):
             return
         self._agreed += 1
         keys = [f"{self._agreed}/{rank}" for rank in range(self.size)]
