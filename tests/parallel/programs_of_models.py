@@ -288,6 +288,7 @@ def refusals(rank: int, size: int) -> dict[str, str]:
         "three dimensions": lambda: cp.attention(q[0], q[0], q[0]),
         "labels of another shape": lambda: cp.cross_entropy(torch.zeros(2, 8, 9), torch.zeros(2, 16, dtype=torch.int64)),
         "an unknown tensor": lambda: cp.shard({**batch, "pixel_values": q}),
+        "a batch that is cut": lambda: cp.shard(mine),
         "no tokens": lambda: cp.shard({"labels": batch["labels"]}),
         "a mask of pairs": lambda: cp.shard({**batch, "attention_mask": torch.ones(2, 1, 24, 24)}),
         "one label a row": lambda: cp.shard({**batch, "labels": torch.zeros(2, dtype=torch.int64)}),

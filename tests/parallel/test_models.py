@@ -62,6 +62,7 @@ REFUSED = {
     "three dimensions": r"ConfigError.*\[B, Z, L/N, A\]",
     "labels of another shape": "ConfigError.*shard",
     "an unknown tensor": "ConfigError.*pixel_values",
+    "a batch that is cut": "RankError.*rank 0 has.*rank 1 has",
     "no tokens": "ConfigError.*input_ids",
     "a mask of pairs": "ConfigError.*attention_mask",
     "one label a row": "ConfigError.*labels",
