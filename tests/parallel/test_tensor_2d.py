@@ -159,6 +159,7 @@ ANSWERS: Mapping[str, tuple[str, ...]] = {
     "another type": ("ConfigError", "out is Linear, and 'norm' takes nn.LayerNorm"),
     "thirds": ("ConfigError", "qkv has dimensions [75, 24]: 25 does not divide by 2"),
     "another norm": ("ConfigError", "first_norm is Shifted"),
+    "two cuts": ("ConfigError", "a parameter [16, 24] of several modules"),
     "twice": ("StateError", "parallelized already"),
     "compiled": ("ConfigError", "compiled"),
     "generate": ("StateError", "state_dict()"),
