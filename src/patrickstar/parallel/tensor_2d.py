@@ -144,7 +144,9 @@ class Tensor2D:
             raise ConfigError(
                 f"a batch of {tensor.shape[0]} over {self.size} rows of ranks: each row of the mesh takes one at least"
             )
-        return piece(tensor, 0, self.grid.rows.index, self.size)
+        return tensor.tensor_split(self.size)[
+            self.grid.rows.index
+        ]  # as even as can be: a row without any would have nothing to do
 
     def _gathered(self, tensor: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
         own = torch.zeros(self.size, dtype=torch.int64, device=tensor.device)
