@@ -119,6 +119,17 @@ def test_what_no_tiers_hold_together_is_refused_with_what_would_do(machine, mode
     assert f"fits with: host_memory >= {format_budget(row['minimum']['host'])}  |" in row["refusal"]
 
 
+def test_updates_in_16_bits_are_done_where_a_gpu_computes(machine, model, capsys):
+    """Their states cross the link; in fp32, which the host updates as fast, gradients and weights do."""
+    has, down = machine(host_bytes=8 * GIB), {}
+    for precision, itemsize in (("fp32", 4), ("bf16", 2)):
+        flags = ["--precision", precision, "--device-memory", "500MiB"]
+        _, row = plan(capsys, "--machine", has, "--model", model(6), "--seq-len", 64, *flags)
+        down[precision] = row["predicted"]["moved"]["D>H"] / (itemsize * row["parameters"])
+    assert down["fp32"] < 1.1
+    assert down["bf16"] > 3
+
+
 def test_slots_of_a_device_are_whole_granules(machine, model):
     from patrickstar.cli.model_source import ModelSource
     from patrickstar.cli.predict import predict

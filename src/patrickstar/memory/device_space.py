@@ -32,6 +32,7 @@ class DeviceSpace(Space):
         self._addresses: DeviceAddresses | None = DeviceAddresses(nbytes, device=device.index or 0)
         self._start = self._addresses.start
         self._prepared: Counter[int] = Counter()  # units, by piece
+        self._copied: dict[tuple[int, int], Tensor] = {}
 
     def buffer(self, at: int, nbytes: int) -> memoryview:  # noqa: ARG002
         raise StateError(f"the {self.name} arena has no bytes that the host could see")
@@ -45,6 +46,14 @@ class DeviceSpace(Space):
             return empty.new_empty(0).set_(storage_at(address, nbytes, self._device), 0, size, (1,))
 
         return wrap
+
+    def tensor(self, at: int, nbytes: int) -> Tensor:
+        # Made once: a storage over an address takes the host as long as the launch of a copy.
+        self.expect_open()
+        if (at, nbytes) not in self._copied:
+            with torch.inference_mode(False):
+                self._copied[at, nbytes] = super().tensor(at, nbytes)
+        return self._copied[at, nbytes]
 
     def fill(self, at: int, nbytes: int, byte: int) -> None:
         if self._addresses is not None:
@@ -93,6 +102,7 @@ class DeviceSpace(Space):
 
     def close(self, kept: Collection[torch.UntypedStorage] = ()) -> None:
         addresses, self._addresses = self._addresses, None
+        self._copied.clear()
         if addresses is None or os.getpid() != self._owner:
             return
         if not kept:

@@ -134,6 +134,10 @@ class Setup:
 
     def planner(self, choice: UpdateChoice, made: Callable[[Plan, Trace], object] = lambda *_: None) -> Planner:
         """The planner of steps. `choice`: where updates are done; `made`: as `Planner` has it."""
+        fused = self.budgets.stream_device is not None and not self.budgets.passes.update  # one launch, without scratch
+        if fused and self.precision.mixed and choice.tier is None:
+            # In 16 bits the host takes nine passes where the GPU takes one: longer than the link takes for all states (decision 0068).
+            choice = replace(choice, tier=lambda _: Tier.DEVICE)
         return Planner(
             layout=self.layout,
             formats=self.formats,
