@@ -18,7 +18,7 @@ from patrickstar.parallel.group import MeshGroup, digest
 from patrickstar.parallel.layouts import TokenLayout
 from patrickstar.parallel.ring import Ring
 from patrickstar.parallel.strips import Strips
-from patrickstar.parallel.swapped_heads import SwappedHeads, whole
+from patrickstar.parallel.swapped_heads import SwappedHeads
 from patrickstar.parallel.token_losses import mean_over, token_losses
 from patrickstar.parallel.transformer_models import is_parallelized, parallelize, refuse_unknown, release
 from patrickstar.parallel.verification import Verification, verify
@@ -162,7 +162,7 @@ class ContextParallel:
         if segments is not None:
             segments = segments.to(torch.int32).expand(query.shape[0], -1).contiguous()
         if self.size == 1:
-            return whole(query, key, value, segments, attn_mask, is_causal, scale, dropout_p)
+            return SwappedHeads(self._group, is_causal, scale, dropout_p).whole(query, key, value, segments, attn_mask)
         shapes = [tuple(each.shape) for each in (query, key, value)]
         call = (
             f"{shapes}, {query.dtype}, {is_causal=}, {dropout_p=}, {scale=}, {segments is None=}, {attn_mask is None=}"
