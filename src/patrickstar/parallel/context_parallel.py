@@ -162,7 +162,7 @@ class ContextParallel:
         if segments is not None:
             segments = segments.to(torch.int32).expand(query.shape[0], -1).contiguous()
         if self.size == 1:
-            return SwappedHeads(self._group, is_causal, scale, dropout_p).whole(query, key, value, segments, attn_mask)
+            return SwappedHeads(self.group, is_causal, scale, dropout_p).whole(query, key, value, segments, attn_mask)
         shapes = [tuple(each.shape) for each in (query, key, value)]
         call = (
             f"{shapes}, {query.dtype}, {is_causal=}, {dropout_p=}, {scale=}, {segments is None=}, {attn_mask is None=}"
