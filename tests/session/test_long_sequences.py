@@ -32,19 +32,19 @@ def batch(step: int, group: int) -> dict[str, Tensor]:
 
 
 def train(rank: int, shape: tuple[int, int], method: Any, budget: str) -> dict[str, Any]:
-    """Steps under a budget, with what was moved and weights at the end."""
+    """Steps under a budget: losses and norms, what was moved, and weights at the end."""
     mesh, model = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp")), llama()
     cp = ContextParallel(mesh["cp"], method)
     optimizer, losses = torch.optim.AdamW(cp.parallelize(model).parameters(), lr=1e-2), []
     budgets = {"device": "emulated", "device_memory": budget, "host_memory": "64MiB"}
-    with patrickstar.manage(model, optimizer, mesh=mesh, precision="fp32", max_grad_norm=0.5, **budgets) as session:
+    with patrickstar.manage(model, optimizer, mesh=mesh, precision="fp32", **budgets) as session:
         for step in range(STEPS):
             with traffic(mesh) as seen:
                 loss = model(**cp.shard(batch(step, rank // shape[1]))).loss
                 loss.backward()
+            losses += [loss.item(), float(session.clip_grad_norm_(0.5))]
             session.optimizer.step()
             session.optimizer.zero_grad()
-            losses.append(loss.item())
         stats = session.stats()
         assert stats.sent["cp"] == seen.sent["cp"] > 0
         assert sum(stats.sent.values()) > stats.sent["cp"]
@@ -53,16 +53,16 @@ def train(rank: int, shape: tuple[int, int], method: Any, budget: str) -> dict[s
 
 
 def plain(groups: int) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """The same by one process with the batches of all groups: losses by group, and weights."""
+    """The same by one process with the batches of all groups: losses and norms by group, and weights."""
     model = llama()
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), []
     for step in range(STEPS):
         each = [model(**batch(step, group)).loss for group in range(groups)]
         (sum(each) / groups).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append([loss.item() for loss in each])
+        losses += [[loss.item() for loss in each], [norm] * groups]
     return losses, dict(model.named_parameters())
 
 
