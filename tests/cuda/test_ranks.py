@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import io
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import patrickstar
+
+from patrickstar.comm.ranks import staging_bytes
 from tests.cuda.schedules import FEW_SCHEDULES
-from tests.parity.managed import Limits
+from tests.parity.managed import ROOMY_BYTES, Limits
 from tests.parity.matrix import Row
 from tests.parity.test_worlds import Outcome, assert_moved, assert_parity, in_its_budget, train
-from tests.ranks import Teams
+from tests.ranks import Team, Teams, all_well
+from tests.session.test_ranks import inputs
+from tests.session.test_ranks import mlp as blocks
 
 
-def on_device(act: Any, rank: int, schedule: tuple[float, int], *arguments: Any, **keywords: Any) -> Any:
+def on_device(rank: int, schedule: tuple[float, int], act: Any, *arguments: Any) -> Any:
     """What a rank does on its device, under a schedule; it leaves no race."""
     from tests.accelerator.cuda import ACCELERATOR, DRIVER  # before torch, or not at all
 
@@ -30,7 +37,7 @@ def on_device(act: Any, rank: int, schedule: tuple[float, int], *arguments: Any,
     ACCELERATOR.configure(*schedule)
     with ACCELERATOR.watching_the_host():
         saved = io.BytesIO()
-        torch.save(act(rank, *arguments, **keywords), saved)
+        torch.save(act(rank, *arguments), saved)
         ACCELERATOR.finish()
     races = ACCELERATOR.races()
     assert not races, f"{len(races)} races on rank {rank}, the first of them: {races[:3]}"
@@ -39,12 +46,12 @@ def on_device(act: Any, rank: int, schedule: tuple[float, int], *arguments: Any,
 
 def train_there(rank: int, row: Row, limits: Limits, directory: Path, steps: int) -> Any:
     schedule = FEW_SCHEDULES[(zlib.crc32(str(row).encode()) + rank) % len(FEW_SCHEDULES)]
-    return on_device(train, rank, schedule, row, limits, directory, steps, device="cuda")
+    return on_device(rank, schedule, train, row, limits, directory, steps, "cuda")
 
 
 ROWS = [
-    "gpt2-non-reentrant-x1-clip-deferred-next-use-between-emulated-world2",
-    "gpt2-none-x4-clip-deferred-next-use-between-emulated-bf16-world2",
+    "tied-none-x1-clip-deferred-lru-between-emulated-world2",
+    "one-block-none-x4-clip-deferred-next-use-minimum-emulated+disk-bf16-world2",
 ]
 
 
@@ -54,3 +61,54 @@ def test_no_bit_depends_on_how_ranks_share_a_device(name: str, team_of: Teams, t
     outcomes = in_its_budget(team_of(row.world), row, tmp_path, act=train_there)
     assert_parity(row, outcomes, "cuda")
     assert_moved(row, outcomes)
+    for outcome in outcomes:
+        host = outcome.limits.get("host", row.world * ROOMY_BYTES) // row.world
+        assert outcome.stats.peak["host"] <= host - staging_bytes("cuda")
+
+
+class InTurn(nn.Module):
+    """Blocks that run on a stream of their own and on the current one, in turn."""
+
+    def __init__(self, side: torch.Stream | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.side = blocks(), side
+
+    def forward(self, x: Tensor) -> Tensor:
+        main = torch.cuda.current_stream()
+        for number, block in enumerate(self.blocks):
+            stream = self.side if self.side is not None and number % 2 else main
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                made = block(x)
+            x.record_stream(stream)
+            main.wait_stream(stream)
+            made.record_stream(main)
+            x = made
+        return x
+
+
+def weights_after(rank: int, side: torch.Stream | None, precision: str) -> dict[str, Tensor]:
+    model = InTurn(side)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    memory = {"device_memory": "64MiB", "host_memory": "1GiB", "precision": precision}
+    with patrickstar.manage(model, optimizer, device="cuda", max_grad_norm=1e-3, **memory) as session:
+        for step in range(6):
+            with nullcontext() if step % 2 else session.no_sync():
+                model(inputs(rank, step, 0).cuda()).float().square().mean().backward()
+            if step % 2:
+                session.optimizer.step()
+                session.optimizer.zero_grad()
+        return {name: value.clone() for name, value in session.state_dict().items()}
+
+
+def compare_streams(rank: int, precision: str) -> None:
+    want, got = (weights_after(rank, side, precision) for side in (None, torch.cuda.Stream()))
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+@pytest.mark.parametrize("schedule", FEW_SCHEDULES, ids=str)
+def test_blocks_on_streams_of_the_users_wait_and_are_waited_for(schedule: tuple[float, int], two: Team) -> None:
+    for precision in ("fp32", "bf16"):
+        all_well(two.run(on_device, schedule, compare_streams, precision))

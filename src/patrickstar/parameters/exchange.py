@@ -264,5 +264,7 @@ def _shares(under_way: Iterable[Sent]) -> Iterator[tuple[int, Tensor]]:
     for one in chain(under_way, [None]):
         if last is not None:
             last.ticket.wait()
+            if last.share.is_cuda:  # its memory is of the stream that has sent it
+                last.share.record_stream(torch.accelerator.current_stream(last.share.device))
             yield last.chunk, last.share
         last = one
