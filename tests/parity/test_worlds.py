@@ -31,7 +31,9 @@ _ATTEMPTS = 12
 def want(row: Row, device: str = "cpu") -> list[Record]:
     """The same run in plain PyTorch, of each rank."""
     names = ("checkpointing", "accumulation", "clipping", "precision", "no_sync")
-    return oracle.train_ranks(CASES[row.model], row.world, device=device, **{name: getattr(row, name) for name in names})
+    return oracle.train_ranks(
+        CASES[row.model], row.world, device=device, **{name: getattr(row, name) for name in names}
+    )
 
 
 def train(rank: int, row: Row, limits: Limits, directory: Path, steps: int, device: str = "cpu") -> Any:

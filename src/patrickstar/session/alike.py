@@ -80,13 +80,13 @@ def expect_alike(
 
 
 def expect_a_gpu_each(gpus: Sequence[str], ranks: Ranks) -> None:
-    """Raises RankError where NCCL would find two ranks on one GPU, of which it takes one. `gpus`: of all ranks; empty where it is not NCCL that is used."""
+    """Raises RankError where two ranks are on one GPU, of which NCCL takes one. `gpus`: of all ranks; empty where NCCL is not used."""
     for rank, gpu in enumerate(gpus):
         first = gpus.index(gpu)
         if gpu and first < rank:
             reason = f"{ranks.names([first, rank])} compute on the same GPU, {gpu}"
             raise RankError(
-                f'manage(): {reason}, and NCCL takes one rank on each: start as many ranks as there are GPUs, each with device="cuda" or one of its own',
+                f"manage(): {reason}, and NCCL takes one rank on each: start no more ranks than there are GPUs, and leave device= out",
                 ranks=ranks.numbers([first, rank]),
                 action="manage()",
                 reason=reason,
