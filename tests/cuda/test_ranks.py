@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import patrickstar
-
 from patrickstar.comm.ranks import staging_bytes
 from tests.cuda.schedules import FEW_SCHEDULES
 from tests.parity.managed import ROOMY_BYTES, Limits
 from tests.parity.matrix import Row
-from tests.parity.test_worlds import Outcome, assert_moved, assert_parity, in_its_budget, train
+from tests.parity.test_worlds import assert_moved, assert_parity, in_its_budget, train
 from tests.ranks import Team, Teams, all_well
 from tests.session.test_ranks import inputs
 from tests.session.test_ranks import mlp as blocks
@@ -29,9 +28,8 @@ from tests.session.test_ranks import mlp as blocks
 
 def on_device(rank: int, schedule: tuple[float, int], act: Any, *arguments: Any) -> Any:
     """What a rank does on its device, under a schedule; it leaves no race."""
-    from tests.accelerator.cuda import ACCELERATOR, DRIVER  # before torch, or not at all
-
     from patrickstar.memory import driver
+    from tests.accelerator.cuda import ACCELERATOR, DRIVER  # before torch, or not at all
 
     driver._driver = lambda: DRIVER
     ACCELERATOR.configure(*schedule)
