@@ -6,6 +6,7 @@ NCCL is not here: data go through the host. All ranks use the one device of thei
 from __future__ import annotations
 
 import io
+import json
 import zlib
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import patrickstar
+from patrickstar.cli.main import main
 from patrickstar.comm.ranks import staging_bytes
 from tests.cuda.schedules import FEW_SCHEDULES
 from tests.parity.managed import ROOMY_BYTES, Limits
@@ -112,3 +114,16 @@ def compare_streams(rank: int, kept: str) -> None:
 @pytest.mark.parametrize("kept", ["fp32", "bf16"])
 def test_what_runs_on_streams_of_the_users_waits_and_is_waited_for(kept: str, two: Team) -> None:
     all_well(two.run(on_device, FEW_SCHEDULES[1], compare_streams, kept))
+
+
+def train_by_command(rank: int, model: Path) -> int:
+    words = ["--model", str(model), "--data", "random", "--batch-size", "2", "--seq-len", "16", "--steps", "2"]
+    return main(
+        ["train", *words, "--device", "cuda", "--device-memory", "64MiB", "--precision", "bf16", "--compare-plain"]
+    )
+
+
+def test_a_command_has_the_bits_of_plain_pytorch_with_what_each_device_draws(two: Team, tmp_path: Path) -> None:
+    shape = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 256, "n_positions": 32}  # with dropout
+    (tmp_path / "tiny.json").write_text(json.dumps({"model_type": "gpt2", **shape}))
+    assert all_well(two.run(on_device, FEW_SCHEDULES[1], train_by_command, tmp_path / "tiny.json")) == [0, 0]

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from patrickstar.comm.ranks import Ranks, staging_bytes
 from patrickstar.comm.watch import News, Patience, Watch
 from patrickstar.errors import RankError, StateError, some
+from patrickstar.memory.device_failure import noticed_at
 from patrickstar.memory.lanes import Task, Ticket
 from patrickstar.memory.thread_lane import ThreadTicket
 from patrickstar.torch_private import all_gather, all_to_all, broadcast, one_thread_here
@@ -229,7 +230,7 @@ class Collectives:
 
         def on_device() -> None:
             stream = self._streams[device] = self._streams.get(device) or torch.Stream(device)
-            with stream:
+            with stream, noticed_at("an exchange with other ranks"):
                 stream.wait_event(ready)
                 act()
                 stream.synchronize()  # it has this collective alone
