@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import patrickstar
 from patrickstar.cli.main import main
-from patrickstar.comm.ranks import staging_bytes
+from patrickstar.comm.transport import staging_bytes
 from tests.cuda.schedules import FEW_SCHEDULES
 from tests.parity.managed import ROOMY_BYTES, Limits
 from tests.parity.matrix import Row

@@ -4,8 +4,6 @@
 (2) Nothing hangs: a collective is asked whether it has ended, and the watch whether all ranks are there. Whoever waits on a ticket waits for neither.
 (3) An error is for ever: what comes after one that failed fails with it. What torch has under way then is given up, and may still write.
 (4) A sum has the bits of the formula: in the order of ranks, in fp32, whatever the backend and the number of hosts.
-(5) On a device all of it is done on a stream of our own, which comes after what the stream of whoever issued it had been given by then. A ticket is
-    done when the device is: who waits for it may use the result on any stream, and give its memory back.
 """
 
 from __future__ import annotations
@@ -18,26 +16,22 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from patrickstar.comm.ranks import Ranks, staging_bytes
+from patrickstar.comm.ranks import Ranks
+from patrickstar.comm.transport import Transport, as_bytes
 from patrickstar.comm.watch import News, Patience, Watch
 from patrickstar.errors import RankError, StateError, some
-from patrickstar.memory.device_failure import noticed_at
 from patrickstar.memory.lanes import Task, Ticket
 from patrickstar.memory.thread_lane import ThreadTicket
-from patrickstar.torch_private import all_gather, all_to_all, broadcast, one_thread_here
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Backend
+from patrickstar.torch_private import all_gather, one_thread_here
 
 _T = TypeVar("_T")
 
@@ -84,8 +78,7 @@ class Collectives:
         self._issued = -1
         self._under_way: dict[int, Future[None]] = {}
         self._given_up: list[Any] = []
-        self._staging: torch.Tensor | None = None
-        self._streams: dict[torch.device, torch.Stream] = {}
+        self._transport = Transport(ranks, self._finish)
         self._closed = False
         self._lock = threading.Lock()
         self._queue: SimpleQueue[_Collective | None] = SimpleQueue()
@@ -106,28 +99,22 @@ class Collectives:
         assert (out.numel(), out.dtype) == (self._ranks.size * shard.numel(), shard.dtype)
 
         def act() -> None:
-            self._move(self._begin_to_gather, out, shard)
+            self._transport.gather(out, shard)
             self.sent_bytes += (self._ranks.size - 1) * shard.nbytes
 
-        return self._issue("gather", what, f"{shard.numel()} {shard.dtype}", self._after_now(out.device, act))
-
-    def _begin_to_gather(self, group: Backend, out: torch.Tensor, shard: torch.Tensor) -> list[dist.Work]:
-        if not out.is_cpu:
-            return [all_gather(group, out, shard)]
-        # As many bytes as by gloo's gather, which copies all of it once more, and half of the time or less.
-        if (mine := out[self._ranks.rank]).data_ptr() != shard.data_ptr():
-            mine.copy_(shard[0])
-        return [broadcast(group, piece, root) for root, piece in enumerate(out)]
+        return self._issue("gather", what, f"{shard.numel()} {shard.dtype}", self._transport.after_now(out.device, act))
 
     def exchange(self, out: torch.Tensor, parts: torch.Tensor, what: str) -> Ticket:
         """Has `out` [p * n] get the pieces of all ranks' `parts` [p * n] that are for this one, in their order."""
         assert (out.numel(), out.dtype) == (parts.numel(), parts.dtype)
 
         def act() -> None:
-            self._move(_begin_to_exchange, out, parts)
+            self._transport.exchange(out, parts)
             self.sent_bytes += (self._ranks.size - 1) * (parts.nbytes // self._ranks.size)
 
-        return self._issue("exchange", what, f"{parts.numel()} {parts.dtype}", self._after_now(out.device, act))
+        return self._issue(
+            "exchange", what, f"{parts.numel()} {parts.dtype}", self._transport.after_now(out.device, act)
+        )
 
     def reduce(
         self,
@@ -156,8 +143,8 @@ class Collectives:
             if flags is not None:
                 mine = torch.frombuffer(flags, dtype=torch.uint8)
                 of_all = mine.new_empty(size, len(flags))
-                works.append(all_gather(self._ranks.group, _bytes(of_all), mine))
-            self._move(_begin_to_exchange, received, partial, works)
+                works.append(all_gather(self._ranks.group, as_bytes(of_all), mine))
+            self._transport.exchange(received, partial, works)
             self.sent_bytes += (size - 1) * out.numel() * partial.element_size()
             sum_in_rank_order(out, received.view(size, -1))
             if flags is not None:
@@ -165,7 +152,7 @@ class Collectives:
                     mine.bitwise_or_(theirs)
 
         detail = f"{out.numel()} {partial.dtype}, {len(flags or ())} flags"
-        return self._issue("reduce", what, detail, self._after_now(out.device, act))
+        return self._issue("reduce", what, detail, self._transport.after_now(out.device, act))
 
     def agree(self, value: _T, what: str, *, within_s: float = math.inf) -> list[_T]:
         """The values of all ranks, in their order, by pickle; waits for them, and no longer than so: all calls of all ranks fail then."""
@@ -222,51 +209,6 @@ class Collectives:
         self._fail_what_cannot_be()
         return ThreadTicket(end)
 
-    def _after_now(self, device: torch.device, act: Task) -> Task:
-        """The act as it is done for tensors of a device: see (5) above."""
-        if device.type == "cpu":
-            return act
-        ready = torch.accelerator.current_stream(device).record_event()
-
-        def on_device() -> None:
-            stream = self._streams[device] = self._streams.get(device) or torch.Stream(device)
-            with stream, noticed_at("an exchange with other ranks"):
-                stream.wait_event(ready)
-                act()
-                stream.synchronize()  # it has this collective alone
-
-        return on_device
-
-    def _move(
-        self,
-        begin: Callable[[Backend, torch.Tensor, torch.Tensor], list[dist.Work]],
-        out: torch.Tensor,
-        sent: torch.Tensor,
-        also: Sequence[dist.Work] = (),
-    ) -> None:
-        """Has works fill `out`, a row from each rank, with what is `sent` in as long rows: where these are, or by way of the host."""
-        ranks, out = self._ranks, _bytes(out).view(self._ranks.size, -1)
-        sent = _bytes(sent).view(-1, out.shape[1])
-        buffer_bytes = staging_bytes(out.device)
-        if not buffer_bytes:
-            self._finish(*begin(ranks.group if out.is_cpu else ranks.group_of_gpus(), out, sent), *also)
-            return
-        if self._staging is None:
-            self._staging = torch.empty(2, buffer_bytes // 2, dtype=torch.uint8, device="cpu", pin_memory=True)
-        width = self._staging.shape[1] // ranks.size
-        for start in range(0, out.shape[1], width):
-            columns = slice(start, min(start + width, out.shape[1]))
-            numel = columns.stop - start
-            theirs, mine = (
-                half[: len(rows) * numel].view(-1, numel) for half, rows in zip(self._staging, (out, sent), strict=True)
-            )
-            for row, of_device in zip(mine, sent, strict=True):
-                row.copy_(of_device[columns])
-            self._finish(*begin(ranks.group, theirs, mine), *also)
-            also = ()
-            for row, of_device in zip(theirs, out, strict=True):
-                of_device[columns].copy_(row)
-
     def _open(self) -> None:
         self._ranks.open(timeout_s=self._timeout_s + _MORE_THAN_OURS_S)
         self._watch.meet()
@@ -322,7 +264,7 @@ class Collectives:
         """The bytes of all ranks, as many of each, and not none."""
         mine = torch.frombuffer(bytearray(row), dtype=torch.uint8)
         rows = mine.new_empty(self._ranks.size, len(row))
-        self._finish(all_gather(self._ranks.group, _bytes(rows), mine))
+        self._finish(all_gather(self._ranks.group, as_bytes(rows), mine))
         return [theirs.numpy().tobytes() for theirs in rows]
 
     def _finish(self, *works: dist.Work) -> None:
@@ -344,16 +286,12 @@ class Collectives:
                     time.sleep(pause)
                     pause = min(1.5 * pause, _LONGEST_PAUSE_S)
                 work.wait()  # for what it raises
-        except (RankError, StateError):
-            self._give_up(works)
-            raise
-        except RuntimeError as error:
-            self._give_up(works)
+        except (RankError, StateError, RuntimeError) as error:
+            self._given_up.append(works)
+            self._ranks.abort()
+            if isinstance(error, RankError | StateError):
+                raise
             raise self._broken(number, error) from error
-
-    def _give_up(self, works: Sequence[dist.Work]) -> None:
-        self._given_up.append(works)
-        self._ranks.abort()
 
     def _check(self, number: int) -> None:
         if self._closed:
@@ -378,10 +316,6 @@ class Collectives:
         return error
 
 
-def _begin_to_exchange(group: Backend, out: torch.Tensor, parts: torch.Tensor) -> list[dist.Work]:
-    return [all_to_all(group, out, parts)]
-
-
 def sum_in_rank_order(out: torch.Tensor, pieces: torch.Tensor) -> None:
     """Has `out` [n] be f(1/p) * (((g0 + g1) + g2) + ...), of the rows of `pieces` [p, n]: in fp32, element for element."""
     for start in range(0, out.numel(), _SUMMED_AT_ONCE):
@@ -390,11 +324,6 @@ def sum_in_rank_order(out: torch.Tensor, pieces: torch.Tensor) -> None:
         for piece in pieces[1:]:
             total.add_(piece[start : start + len(total)])
         total.mul_(1 / len(pieces))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    # As bytes, which every backend takes.
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _set(end: Future[None], error: BaseException | None) -> None:

@@ -7,22 +7,14 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final, cast
+from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 
 from patrickstar.config.problems import refuse
 from patrickstar.errors import some
-from patrickstar.units import MIB
 
 _STORE_TIMEOUT = timedelta(seconds=10)
-_STAGING_BYTES: Final = 8 * MIB
-
-
-def staging_bytes(device: torch.device | str | None) -> int:
-    """Bytes of the host through which each rank's data go to others: 0 where they need not, on the host itself and between GPUs that NCCL serves."""
-    return _STAGING_BYTES if str(device).startswith("cuda") and not dist.is_nccl_available() else 0
 
 
 def begin_process_group() -> Callable[[], None]:

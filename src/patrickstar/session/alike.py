@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from patrickstar.comm.collectives import Collectives
-from patrickstar.comm.ranks import Ranks, staging_bytes
+from patrickstar.comm.ranks import Ranks
+from patrickstar.comm.transport import staging_bytes
 from patrickstar.core.machine import Tier
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.deferred.deferred_init import deferred_by

@@ -14,7 +14,8 @@ from torch import nn
 
 from patrickstar.comm.all_ranks import AllRanks
 from patrickstar.comm.collectives import Collectives
-from patrickstar.comm.ranks import Ranks, group_of, staging_bytes
+from patrickstar.comm.ranks import Ranks, group_of
+from patrickstar.comm.transport import staging_bytes
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.loss_scale import LossScale
 from patrickstar.config.problems import refuse

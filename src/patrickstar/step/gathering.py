@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from patrickstar.comm.collectives import Collectives
-from patrickstar.comm.ranks import staging_bytes
+from patrickstar.comm.transport import staging_bytes
 from patrickstar.core.layout import Part
 from patrickstar.core.norm_tree import shares_by_rank
 from patrickstar.core.planes import REST, PlaneRef
