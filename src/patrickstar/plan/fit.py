@@ -225,8 +225,9 @@ def of_machine(refusal: BudgetError, enough: int, ranks: int, *, staging_bytes: 
     if refusal.tier == Tier.DEVICE.label or not enough:
         return refusal
     more = f"\n  of which each of {ranks} ranks has its part; the other numbers are those of one rank"
-    each = enough + (staging_bytes if refusal.tier == Tier.HOST.label else 0)
-    return advise(refusal, {refusal.tier: ranks * each}, more=more)
+    if refusal.tier == Tier.HOST.label:
+        enough += staging_bytes
+    return advise(refusal, {refusal.tier: ranks * enough}, more=more)
 
 
 def _budget(tier: str, nbytes: int) -> str:
