@@ -36,7 +36,9 @@ _IMPORTED_ONCE: Final = (
 def forkserver() -> ForkServerContext:
     """What starts processes that have imported all of that."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_IMPORTED_ONCE))
+    # Where this process has the device that tests bring, so have they: it is loaded before torch, or not at all.
+    device = [name for name in ("tests.accelerator.cuda",) if name in sys.modules]
+    context.set_forkserver_preload([*device, *_IMPORTED_ONCE])
     return context
 
 

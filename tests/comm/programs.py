@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from patrickstar.comm import collectives as module
-from patrickstar.comm import watch
+from patrickstar.comm import transport, watch
 from patrickstar.comm.collectives import Collectives
 from patrickstar.comm.ranks import Ranks
 from tests.ranks import kill_me, stop_me
@@ -118,7 +118,7 @@ def counting() -> Iterator[dict[str, int]]:
     """The bytes that this rank gives to process groups for others: of data, and of all else."""
     size, rank = dist.get_world_size(), dist.get_rank()
     given = {"data": 0, "besides": 0}
-    calls = [module.all_gather, module.all_to_all, module.broadcast]
+    calls = [module.all_gather, transport.all_to_all, transport.broadcast]
 
     def gather(group: Any, out: torch.Tensor, mine: torch.Tensor) -> Any:
         given["besides"] += mine.nbytes * (size - 1)
@@ -132,11 +132,11 @@ def counting() -> Iterator[dict[str, int]]:
         given["data"] += piece.nbytes * (size - 1) * (root == rank)
         return calls[2](group, piece, root)
 
-    module.all_gather, module.all_to_all, module.broadcast = gather, exchange, send
+    module.all_gather, transport.all_to_all, transport.broadcast = gather, exchange, send
     try:
         yield given
     finally:
-        module.all_gather, module.all_to_all, module.broadcast = calls
+        module.all_gather, transport.all_to_all, transport.broadcast = calls
 
 
 def counted(rank: int, size: int) -> tuple[int, int, int]:
@@ -240,14 +240,14 @@ def loses(rank: int, who: int, how: str, when: str, timeout_s: float = 600.0) ->
 
 def ends_inside(made: Collectives, end: Callable[[], None], *, is_me: bool) -> None:
     """Has a rank end in its next gather, after all have said that they will do it."""
-    send = module.broadcast
+    send = transport.broadcast
 
     def ends_here(group: Any, piece: torch.Tensor, root: int) -> Any:
         if group is made._ranks.group and is_me and root == 1:  # some of it has been sent
             end()
         return send(group, piece, root)
 
-    module.broadcast = ends_here
+    transport.broadcast = ends_here
 
 
 def _raise() -> None:

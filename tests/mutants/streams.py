@@ -29,8 +29,25 @@ FAILURE = "tests/cuda/test_device_failure.py"
 LANE = "tests/cuda/test_stream_lane.py"
 STORE = "tests/cuda/test_store.py"
 SPACES = "tests/cuda/test_spaces.py"
+RANKS = tuple(
+    f"tests/cuda/test_ranks.py::test_what_runs_on_streams_of_the_users_waits_and_is_waited_for[{kept}]"
+    for kept in ("fp32", "bf16")
+)
 
 STREAMS: tuple[Mutant, ...] = (
+    Fault("a-collective-does-not-wait-for-its-inputs", "comm.transport:Transport.after_now").by(
+        drop("wait_event"), *RANKS
+    ),
+    Fault("a-collective-is-over-while-its-sum-is-queued", "comm.transport:Transport.after_now").by(
+        drop("synchronize"), *RANKS
+    ),
+    Fault("what-was-gathered-is-not-waited-for", "parameters.call_order:BlockWeights.wait").by(drop("written"), *RANKS),
+    Fault("a-share-has-been-used-by-its-own-stream-only", "parameters.exchange:_shares").by(
+        drop("record_stream"), *RANKS
+    ),
+    Fault("gradients-of-other-streams-are-not-waited-for", "parameters.backward_sums:BackwardSums.take").by(
+        drop("use"), *RANKS
+    ),
     Fault("a-kernel-does-not-wait-for-its-weight", "memory.readiness:Readiness.compute").by(
         drop("wait_on_device", nth=1), *TRAINING
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,34 +28,41 @@ _ATTEMPTS = 12
 
 
 @lru_cache(maxsize=2)  # rows that share an oracle follow each other
-def want(row: Row) -> list[Record]:
+def want(row: Row, device: str = "cpu") -> list[Record]:
     """The same run in plain PyTorch, of each rank."""
     names = ("checkpointing", "accumulation", "clipping", "precision", "no_sync")
-    return oracle.train_ranks(CASES[row.model], row.world, **{name: getattr(row, name) for name in names})
+    return oracle.train_ranks(
+        CASES[row.model], row.world, device=device, **{name: getattr(row, name) for name in names}
+    )
 
 
-def train(rank: int, row: Row, limits: Limits, directory: Path, steps: int) -> Any:
+def train(rank: int, row: Row, limits: Limits, directory: Path, steps: int, device: str = "cpu") -> Any:
     """The run of one rank, as far as it can be sent."""
     with tempfile.TemporaryDirectory(dir=directory) as disk:
-        outcome = managed.train(row, limits, Path(disk), rank=rank, steps=steps)
+        outcome = managed.train(row, limits, Path(disk), rank=rank, steps=steps, device=device)
     return outcome.record, outcome.stats, outcome.closed
 
 
-def train_all(team: Team, row: Row, limits: Limits, directory: Path, steps: int = STEPS) -> list[Outcome]:
+Train = Callable[[int, Row, Limits, Path, int], Any]
+
+
+def train_all(
+    team: Team, row: Row, limits: Limits, directory: Path, steps: int = STEPS, act: Train = train
+) -> list[Outcome]:
     """The run of all ranks. BudgetError: the largest need of those that have refused; the others have heard of it."""
-    answers = team.run(train, row, limits, directory, steps, within_s=300)
+    answers = team.run(act, row, limits, directory, steps, within_s=300)
     refusals = [answer for answer in answers if isinstance(answer, patrickstar.BudgetError)]
     if refusals:
         raise max(refusals, key=lambda refusal: refusal.smallest_bytes)
     return [Outcome(record, stats, limits, closed) for record, stats, closed in all_well(answers)]
 
 
-def least(team: Team, row: Row, directory: Path, steps: int = STEPS) -> list[Outcome]:
+def least(team: Team, row: Row, directory: Path, steps: int = STEPS, act: Train = train) -> list[Outcome]:
     """The run in the smallest budgets that refusals name, of each rank."""
     limits = dict.fromkeys(LIMITED[row.tier], PAGE_BYTES)
     for _ in range(_ATTEMPTS):
         try:
-            return train_all(team, row, limits, directory, steps)
+            return train_all(team, row, limits, directory, steps, act)
         except patrickstar.BudgetError as refusal:
             tier, smallest = str(refusal.tier), refusal.smallest_bytes
             assert limits[tier] < smallest, f"{row}: {tier} refused {limits[tier]} and named {smallest} bytes"
@@ -78,9 +86,9 @@ def assert_moved(row: Row, outcomes: list[Outcome]) -> None:
     assert not still, f"{row} at {outcomes[0].limits}: nothing moved over {still}, which shows nothing"
 
 
-def assert_parity(row: Row, outcomes: list[Outcome]) -> None:
+def assert_parity(row: Row, outcomes: list[Outcome], device: str = "cpu") -> None:
     """Fails with the first differences of any rank, in the order in which training meets them."""
-    for rank, (expected, outcome) in enumerate(zip(want(row), outcomes, strict=True)):
+    for rank, (expected, outcome) in enumerate(zip(want(row, device), outcomes, strict=True)):
         assert outcome.stats.steps == STEPS - expected.skipped
         unseen = () if outcome.record.norms else {"norms"}
         found = differences(expected, outcome.record, unseen=unseen, any_nan=expected.skipped > 0)

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import patrickstar
+from patrickstar.comm.ranks import Ranks
 from patrickstar.errors import BudgetError, ConfigError, DeviceError, RankError, StateError
+from patrickstar.session.alike import expect_a_gpu_each
 from patrickstar.testing.faults import Fails, FaultyIO
 from tests.ranks import Ended, Team, all_well, kill_me
 from tests.session.test_ranks import DEFAULTS, build, inputs, loss_of, mlp, plain
@@ -474,3 +476,18 @@ def test_a_budget_refused_on_one_rank_is_refused_on_all(three: Team) -> None:
         assert isinstance(error, RankError), error
         assert "rank 1: agree on no forward: it does not fit" in str(error)
     assert isinstance(own, RankError), own
+
+
+def on_one_gpu(rank: int) -> None:
+    ranks = Ranks()
+    for well in (["A", "B", "C"], ["", "", ""]):
+        expect_a_gpu_each(well, ranks)
+    with pytest.raises(
+        RankError, match="ranks 0, 2 compute on the same GPU, A, and NCCL takes one rank on each"
+    ) as told:
+        expect_a_gpu_each(["A", "B", "A"], ranks)
+    assert told.value.ranks == (0, 2)
+
+
+def test_ranks_on_one_gpu_are_refused_where_nccl_is_used(three: Team) -> None:
+    all_well(three.run(on_one_gpu))

@@ -17,7 +17,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.session.forecast import forecast
 from patrickstar.session.start import layout_of, with_pass_bytes
 from patrickstar.step import resources
-from patrickstar.step.budgets import find_budgets, find_resources
+from patrickstar.step.budgets import find_budgets, find_resources, resolve_device
 from patrickstar.step.overflow import overflow_bytes
 from patrickstar.step.precision import find_precision
 from patrickstar.step.resources import Resources, uncounted_settings
@@ -166,3 +166,23 @@ def test_looks_for_overflows_count_in_backwards_and_in_norms() -> None:
     assert scaled.fixed_bytes - other.fixed_bytes == overflow_bytes(looks)
     assert scaled.passes.norm - other.passes.norm == overflow_bytes(looks)
     assert scaled.passes.update == other.passes.update
+
+
+@pytest.mark.parametrize(
+    ("count", "current", "given", "taken"),
+    [(4, 0, None, 2), (4, 3, "cuda", 3), (4, 0, "cuda:1", 1), (1, 0, "cuda", 0)],
+)
+def test_a_rank_has_the_gpu_of_its_number_where_nobody_has_chosen_one(
+    count: int, current: int, given: str | None, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher may show each process its own alone."""
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    for name, value in {"is_available": True, "device_count": count, "current_device": current}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert resolve_device(given) == f"cuda:{taken}"
+
+
+def test_of_the_host_each_rank_has_its_part_less_what_its_data_go_through() -> None:
+    has, memory = replace(HAS, staging_bytes=8 * MIB), check_arguments(host_memory="1GiB")
+    budgets = find_budgets(memory, weight_bytes=0, has=has, local_ranks=4)
+    assert budgets.machine.budget[Tier.HOST] == 256 * MIB - 8 * MIB

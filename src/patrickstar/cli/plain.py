@@ -98,6 +98,8 @@ class PlainRun:
         self._gradients: dict[str, Tensor] = {}
         self._scale = None if precision.loss_scale is None else ScaleRule(precision.loss_scale)
         self._skipped = 0
+        device = next(model.parameters()).device
+        self._draws_too = None if device.type == "cpu" else device  # beside the CPU
 
     def step(self) -> float:
         """Runs one step and gives its loss. Where gradients overflow nothing is updated, and the schedule waits."""
@@ -105,9 +107,9 @@ class PlainRun:
         scale = (lambda loss: loss) if rule is None else torch.tensor(rule.scale).mul
         losses = [0.0] * len(self.batches)
         for _ in range(self.accumulate):
-            drawn, of_ranks = rng.capture(), list[dict[str, Tensor]]()
+            drawn, of_ranks = rng.capture(self._draws_too), list[dict[str, Tensor]]()
             for rank, batches in enumerate(self.batches):
-                rng.restore(drawn)
+                rng.restore(drawn, self._draws_too)
                 losses[rank] += backward(self.model, batches, self.accumulate, scale=scale)
                 of_ranks.append(self._take())
             self._add(of_ranks)

@@ -26,11 +26,12 @@ import torch
 import torch.distributed as dist
 
 from patrickstar.comm.ranks import Ranks
+from patrickstar.comm.transport import Transport, as_bytes
 from patrickstar.comm.watch import News, Patience, Watch
 from patrickstar.errors import RankError, StateError, some
 from patrickstar.memory.lanes import Task, Ticket
 from patrickstar.memory.thread_lane import ThreadTicket
-from patrickstar.torch_private import all_gather, all_to_all, broadcast, one_thread_here
+from patrickstar.torch_private import all_gather, one_thread_here
 
 _T = TypeVar("_T")
 
@@ -77,6 +78,7 @@ class Collectives:
         self._issued = -1
         self._under_way: dict[int, Future[None]] = {}
         self._given_up: list[Any] = []
+        self._transport = Transport(ranks, self._finish)
         self._closed = False
         self._lock = threading.Lock()
         self._queue: SimpleQueue[_Collective | None] = SimpleQueue()
@@ -97,24 +99,22 @@ class Collectives:
         assert (out.numel(), out.dtype) == (self._ranks.size * shard.numel(), shard.dtype)
 
         def act() -> None:
-            # As many bytes as by gloo's gather, which copies all of it once more, and half of the time or less.
-            pieces, mine = out.view(self._ranks.size, -1), self._ranks.rank
-            if pieces[mine].data_ptr() != shard.data_ptr():
-                pieces[mine].copy_(shard)
-            self._finish(*(broadcast(self._ranks.group, _bytes(piece), root) for root, piece in enumerate(pieces)))
+            self._transport.gather(out, shard)
             self.sent_bytes += (self._ranks.size - 1) * shard.nbytes
 
-        return self._issue("gather", what, f"{shard.numel()} {shard.dtype}", act)
+        return self._issue("gather", what, f"{shard.numel()} {shard.dtype}", self._transport.after_now(out.device, act))
 
     def exchange(self, out: torch.Tensor, parts: torch.Tensor, what: str) -> Ticket:
         """Has `out` [p * n] get the pieces of all ranks' `parts` [p * n] that are for this one, in their order."""
         assert (out.numel(), out.dtype) == (parts.numel(), parts.dtype)
 
         def act() -> None:
-            self._finish(all_to_all(self._ranks.group, _bytes(out), _bytes(parts)))
+            self._transport.exchange(out, parts)
             self.sent_bytes += (self._ranks.size - 1) * (parts.nbytes // self._ranks.size)
 
-        return self._issue("exchange", what, f"{parts.numel()} {parts.dtype}", act)
+        return self._issue(
+            "exchange", what, f"{parts.numel()} {parts.dtype}", self._transport.after_now(out.device, act)
+        )
 
     def reduce(
         self,
@@ -139,20 +139,20 @@ class Collectives:
         )
 
         def act() -> None:
-            ranks = self._ranks
-            works = [all_to_all(ranks.group, _bytes(received), _bytes(partial))]
+            works = []
             if flags is not None:
                 mine = torch.frombuffer(flags, dtype=torch.uint8)
                 of_all = mine.new_empty(size, len(flags))
-                works.append(all_gather(ranks.group, _bytes(of_all), mine))
-            self._finish(*works)
+                works.append(all_gather(self._ranks.group, as_bytes(of_all), mine))
+            self._transport.exchange(received, partial, works)
             self.sent_bytes += (size - 1) * out.numel() * partial.element_size()
             sum_in_rank_order(out, received.view(size, -1), averaged=self._ranks.averaged)
             if flags is not None:
                 for theirs in of_all:
                     mine.bitwise_or_(theirs)
 
-        return self._issue("reduce", what, f"{out.numel()} {partial.dtype}, {len(flags or ())} flags", act)
+        detail = f"{out.numel()} {partial.dtype}, {len(flags or ())} flags"
+        return self._issue("reduce", what, detail, self._transport.after_now(out.device, act))
 
     def agree(self, value: _T, what: str, *, within_s: float = math.inf) -> list[_T]:
         """The values of all ranks, in their order, by pickle; waits for them, and no longer than so: all calls of all ranks fail then."""
@@ -264,7 +264,7 @@ class Collectives:
         """The bytes of all ranks, as many of each, and not none."""
         mine = torch.frombuffer(bytearray(row), dtype=torch.uint8)
         rows = mine.new_empty(self._ranks.size, len(row))
-        self._finish(all_gather(self._ranks.group, _bytes(rows), mine))
+        self._finish(all_gather(self._ranks.group, as_bytes(rows), mine))
         return [theirs.numpy().tobytes() for theirs in rows]
 
     def _finish(self, *works: dist.Work) -> None:
@@ -286,11 +286,11 @@ class Collectives:
                     time.sleep(pause)
                     pause = min(1.5 * pause, _LONGEST_PAUSE_S)
                 work.wait()  # for what it raises
-        except (RankError, StateError):
+        except (RankError, StateError, RuntimeError) as error:
             self._given_up.append(works)
-            raise
-        except RuntimeError as error:
-            self._given_up.append(works)
+            self._ranks.abort()
+            if isinstance(error, RankError | StateError):
+                raise
             raise self._broken(number, error) from error
 
     def _check(self, number: int) -> None:
@@ -324,11 +324,6 @@ def sum_in_rank_order(out: torch.Tensor, pieces: torch.Tensor, *, averaged: int)
         for piece in pieces[1:]:
             total.add_(piece[start : start + len(total)])
         total.mul_(1 / averaged)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    # As bytes, which every backend takes.
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _set(end: Future[None], error: BaseException | None) -> None:

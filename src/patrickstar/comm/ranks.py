@@ -1,4 +1,4 @@
-"""The ranks of a process group: their store, and a group of our own over them."""
+"""The ranks of a process group: their store, and groups of our own over them."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ class Ranks:
     Attributes:
         rank, size: this one's place among them, and how many there are. averaged: what their summed gradients are divided by.
         store: what they share from the start, asked over a connection of our own: nobody else's waiting holds it up. It gives up after seconds.
-        group: of our own, once it is open. It stands in no list of torch's: others' groups may come and go at the same time, in any order.
+        group: of our own, of gloo, once it is open. It stands in no list of torch's: others' groups may come and go at the same time, in any order.
     """
 
     group: dist.ProcessGroupGloo
+    _of_gpus: dist.ProcessGroupNCCL | None = None
 
     def __init__(self, members: Sequence[int] | None = None, *, averaged: int | None = None) -> None:
         world = dist.group.WORLD
@@ -73,15 +74,31 @@ class Ranks:
 
     def open(self, *, timeout_s: float) -> None:
         """Makes the group, which takes all ranks, each in a thread that may be given up: it waits for the others."""
-        timeout = timedelta(seconds=timeout_s)
-        self.group = dist.ProcessGroupGloo(self._store_to_open_with, self.rank, self.size, timeout=timeout)
+        self._timeout = timedelta(seconds=timeout_s)
+        self.group = dist.ProcessGroupGloo(self._store_to_open_with, self.rank, self.size, timeout=self._timeout)
+
+    def group_of_gpus(self) -> dist.ProcessGroupNCCL:
+        """A group of our own, of NCCL: made when all ranks first ask for it, in the thread that does collectives."""
+        if self._of_gpus is None:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            store = dist.PrefixStore("gpus", self._store_to_open_with)
+            self._of_gpus = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+        return self._of_gpus
+
+    def abort(self) -> None:
+        """Ends what GPUs have under way: a kernel of NCCL's waits for others for ever, and what waits for all of a GPU waits for that."""
+        if self._of_gpus is not None:
+            self._of_gpus.abort()
 
     def close(self, *, abandons: bool) -> None:
-        """Ends the group, or gives it up where something is still under way. Waits for nobody."""
-        group = vars(self).pop("group", None)
-        if abandons and group is not None:
-            # Kept for ever: its destructor waits for what is under way, until the timeout.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        """Ends the groups, or gives them up where something is still under way. Waits for nobody."""
+        if abandons:
+            self.abort()
+        for group in (vars(self).pop("group", None), vars(self).pop("_of_gpus", None)):
+            if abandons and group is not None:
+                # Kept for ever: its destructor waits for what is under way, until the timeout.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def ranks_of(mesh: Any, sizes: Mapping[str, int]) -> Callable[[], Ranks] | None:

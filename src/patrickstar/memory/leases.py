@@ -105,7 +105,7 @@ class Leases:
             self._streams.use(key, tensor)
         else:
             tensor = self._note(key, make(key))
-            self._streams.written(key, tensor)
+            self._streams.made(key, tensor)
             # Not the storage's device: that of a fake tensor is on meta.
             self._copies[key] = weakref.ref(tensor.untyped_storage()), tensor.dtype, tensor.device
             if isinstance(key, AssembledKey):

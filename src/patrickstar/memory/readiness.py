@@ -88,7 +88,8 @@ class Readiness:
 
 
 class CopyStreams:
-    """The last writing of each copy of a weight on a device, and the streams that come after it: each keeps its memory from whoever comes next."""
+    """The last writing of each copy of a weight, or gradient, on a device, and the streams that come after it: each keeps its memory from whoever
+    comes next."""
 
     def __init__(self) -> None:
         self._written: dict[Hashable, StreamTicket] = {}
@@ -98,8 +99,13 @@ class CopyStreams:
         """Notes that a copy has been written on the current stream of this thread."""
         if copy.is_cuda:
             stream = torch.accelerator.current_stream(copy.device)
+            copy.record_stream(stream)  # which is perhaps not the one whose memory it is
             self._written[key] = StreamTicket(stream)
             self._seen[key] = {stream.stream_id}
+
+    def made(self, key: Hashable, copy: Tensor) -> None:
+        """Notes that the current stream is about to use a copy for the first time, and has written it where nobody has said who has."""
+        (self.use if key in self._written else self.written)(key, copy)
 
     def use(self, key: Hashable, copy: Tensor) -> None:
         """Has the current stream of this thread, which is about to use a copy, come after its writing."""

@@ -42,11 +42,16 @@ class Coming(NamedTuple):
 
 
 class BlockWeights(NamedTuple):
-    """The weights of a block, by group, of which some are on their way. `ours`: makes a context for our own operations."""
+    """The weights of a block, by group, of which some are on their way.
+
+    Attributes:
+        ours: makes a context for our own operations. written: is told of each group that has been written on the current stream.
+    """
 
     by_group: dict[str, Tensor]
     coming: list[Coming]
     ours: Callable[[], AbstractContextManager[None]]
+    written: Callable[[str, Tensor], None]
 
     def wait(self) -> None:
         """Returns when all weights are there."""
@@ -54,6 +59,8 @@ class BlockWeights(NamedTuple):
             for coming in self.coming:
                 coming.wait()
             self.coming.clear()
+            for group, whole in self.by_group.items():
+                self.written(group, whole)
 
 
 class CallOrder:

@@ -119,7 +119,7 @@ class Exchange:
         phase = Phase.FORWARD if backward_id() == -1 else Phase.BACKWARD
         units = [PlaneRef(chunk, WEIGHT) for chunk in self.layout.chunks_of[block]]
         self._moment(phase, self._names_in[block][0], [Touch(unit) for unit in units])
-        weights = BlockWeights({}, [], self.ours)
+        weights = BlockWeights({}, [], self.ours, self.binding.leases.copy_written)
         with self.ours():
             taken = [self.binding.leases.take(unit) for unit in units]
             for group in dict.fromkeys(map(self.layout.group_of, self.layout.chunks_of[block])):
@@ -199,7 +199,8 @@ class Exchange:
         with self.ours():
             gradients = self._ready(known)
             if self.postpones:
-                self.kept.update(gradients)
+                for name, gradient in gradients.items():
+                    self.kept.add(name, gradient)
                 return
             of_all = self.others.agree(bytes(name in gradients for name in known), "gradients")
             names = [name for name, *there in zip(known, *of_all, strict=True) if any(there)]
@@ -263,5 +264,7 @@ def _shares(under_way: Iterable[Sent]) -> Iterator[tuple[int, Tensor]]:
     for one in chain(under_way, [None]):
         if last is not None:
             last.ticket.wait()
+            if last.share.is_cuda:  # its memory is of the stream that has sent it
+                last.share.record_stream(torch.accelerator.current_stream(last.share.device))
             yield last.chunk, last.share
         last = one

@@ -220,11 +220,13 @@ def advise(refusal: BudgetError, enough: Mapping[str, int], *, more: str = "") -
     return BudgetError(f"{problem}{_FITS}{_OR.join(fits)}{more}", **told)
 
 
-def of_machine(refusal: BudgetError, enough: int, ranks: int) -> BudgetError:
-    """The refusal with the budget of a host or a disk that so many ranks share, of which each needs `enough`."""
+def of_machine(refusal: BudgetError, enough: int, ranks: int, *, staging_bytes: int = 0) -> BudgetError:
+    """The refusal with the budget of a host or a disk that so many ranks share, of which each needs `enough`, and for staging on the host."""
     if refusal.tier == Tier.DEVICE.label or not enough:
         return refusal
     more = f"\n  of which each of {ranks} ranks has its part; the other numbers are those of one rank"
+    if refusal.tier == Tier.HOST.label:
+        enough += staging_bytes
     return advise(refusal, {refusal.tier: ranks * enough}, more=more)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Final
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from patrickstar.comm.collectives import Collectives
+from patrickstar.comm.ranks import Ranks
+from patrickstar.comm.transport import staging_bytes
 from patrickstar.core.machine import Tier
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.deferred.deferred_init import deferred_by
@@ -50,16 +52,20 @@ def expect_alike(
     given = [one.name for one in fields(setup.memory) if one.name not in {"disk", "mesh"}]
     options = {name: getattr(setup.memory, name) for name in given}
     host_bytes = setup.budgets.machine.budget[Tier.HOST] if setup.budgets.host_binds else None
+    device = setup.budgets.device
     facts = {
         "the version of torch": torch.__version__,
         "the parameters": str({name: (*parameter.shape, parameter.dtype) for name, parameter in named.items()}),
         "the optimizer": f"{type(optimizer).__name__} {alike}",
-        "the options": f"{options} {host_bytes} {setup.precision.compute} {setup.layout.whole}",
+        "the options": f"{options} {device.type} {host_bytes} {setup.precision.compute} {setup.layout.whole}",
         "the values of parameters": _digest(named.values()),
         "the optimizer's state": str({name: state.step for name, state in states.items()})
         + _digest(moment for state in states.values() for moment in (state.exp_avg, state.exp_avg_sq)),
     }
     mine = {name: hashlib.sha256(fact.encode()).hexdigest() for name, fact in facts.items()}
+    mine["GPU"] = (
+        "" if device.type == "cpu" or staging_bytes(device) else str(torch.cuda.get_device_properties(device).uuid)
+    )
     of_all = collectives.agree(mine, "what manage() was given")
     ranks = collectives.ranks
     for name in facts:
@@ -71,6 +77,21 @@ def expect_alike(
                 action="manage()",
                 reason=f"{name} differ",
             )
+    expect_a_gpu_each([theirs["GPU"] for theirs in of_all], ranks)
+
+
+def expect_a_gpu_each(gpus: Sequence[str], ranks: Ranks) -> None:
+    """Raises RankError where two ranks are on one GPU, of which NCCL takes one. `gpus`: of all ranks; empty where NCCL is not used."""
+    for rank, gpu in enumerate(gpus):
+        first = gpus.index(gpu)
+        if gpu and first < rank:
+            reason = f"{ranks.names([first, rank])} compute on the same GPU, {gpu}"
+            raise RankError(
+                f"manage(): {reason}, and NCCL takes one rank on each: start no more ranks than there are GPUs, and leave device= out",
+                ranks=ranks.numbers([first, rank]),
+                action="manage()",
+                reason=reason,
+            )
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
@@ -81,5 +102,5 @@ def _digest(tensors: Iterable[Tensor]) -> str:
         if recorder is not None:
             found.update(recorder.digest(tensor))
         else:
-            found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+            found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()

@@ -16,6 +16,7 @@ from torch import nn
 from patrickstar.comm.all_ranks import AllRanks
 from patrickstar.comm.collectives import Collectives
 from patrickstar.comm.ranks import Ranks, ranks_of
+from patrickstar.comm.transport import staging_bytes
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.loss_scale import LossScale
 from patrickstar.config.problems import refuse
@@ -45,7 +46,7 @@ from patrickstar.session.scaler import LossScaler
 from patrickstar.session.session import Session
 from patrickstar.session.start import Setup, set_up
 from patrickstar.session.step_bytes import StepBytes
-from patrickstar.step.budgets import find_resources
+from patrickstar.step.budgets import find_resources, resolve_device
 from patrickstar.step.resources import bound_kernels, uncounted_settings
 from patrickstar.step.training_deferred import DeferredTraining
 
@@ -79,7 +80,8 @@ def assemble(
     except BaseException as error:
         collectives.close(f"{collectives.me}: manage() has ended with {type(error).__name__}: {error}")
         if isinstance(error, BudgetError):
-            raise of_machine(error, error.smallest_bytes, collectives.ranks.local_size) from None
+            staging, here = staging_bytes(resolve_device(memory.device)), collectives.ranks.local_size
+            raise of_machine(error, error.smallest_bytes, here, staging_bytes=staging) from None
         raise
 
 
@@ -101,7 +103,8 @@ def _assembled(
     ranks = None if collectives is None else collectives.ranks
     if ranks is not None:
         expect_unwrapped(model)
-        expect_known_over_ranks(model, memory, ranks, device=has.device)
+        expect_known_over_ranks(model, memory, ranks)
+        has = replace(has, staging_bytes=staging_bytes(has.device))
     if memory.disk is not None:
         expect_usable(memory.disk)
     setup = set_up(
@@ -139,13 +142,9 @@ def _assembled(
         raise
 
 
-def expect_known_over_ranks(model: nn.Module, memory: MemoryOptions, ranks: Ranks, *, device: str) -> None:
-    """Raises ConfigError where what is asked for does not go over ranks yet. `device`: what computes."""
-    refused = {
-        'step="in_backward"': memory.step == "in_backward",
-        f'device="{device}"': device not in ("cpu", "emulated"),
-    }
-    problems = [f"{what} over {ranks.size} ranks comes later" for what, asked in refused.items() if asked]
+def expect_known_over_ranks(model: nn.Module, memory: MemoryOptions, ranks: Ranks) -> None:
+    """Raises ConfigError where what is asked for does not go over ranks yet."""
+    problems = [f'step="in_backward" over {ranks.size} ranks comes later'] if memory.step == "in_backward" else []
     if any(parameter.grad is not None for parameter in model.parameters()):
         problems.append(
             f"there are gradients from before manage(), over {ranks.size} ranks: each rank's own, or averaged? Call optimizer.zero_grad() first"

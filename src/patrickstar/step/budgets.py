@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -123,7 +124,10 @@ def resolve_device(device: str | None) -> str:
     if device.startswith("cuda"):
         if not torch.cuda.is_available():
             raise DeviceError(f'device="{device}": torch sees no CUDA device here; use device="cpu"')
-        number = int(device.partition(":")[2] or torch.cuda.current_device())
+        # Whoever has not chosen one takes that of the launcher's, which may show each process its own alone.
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        chosen = torch.cuda.current_device() or (local if local < torch.cuda.device_count() else 0)
+        number = int(device.partition(":")[2] or chosen)
         if number >= torch.cuda.device_count():
             raise DeviceError(f'device="{device}": torch sees {torch.cuda.device_count()} CUDA devices here')
         return f"cuda:{number}"
@@ -158,7 +162,7 @@ def find_budgets(
         host = parse_size(memory.host_memory, name="host_memory", total_bytes=has.host_total_bytes)  # type: ignore[arg-type]
     else:
         host = int((has.host_free_bytes + weight_bytes) * HOST_SHARE)
-    host //= local_ranks
+    host = max(0, host // local_ranks - has.staging_bytes)
     floor = _FLOOR_BYTES + _THREAD_BYTES * has.threads if host_binds and has.device == "cpu" else 0
     costs = FixedCosts(host, floor)
     budget = {Tier.HOST: costs.room_bytes}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from patrickstar.comm.collectives import Collectives
+from patrickstar.comm.transport import staging_bytes
 from patrickstar.core.layout import Part
 from patrickstar.core.norm_tree import shares_by_rank
 from patrickstar.core.planes import REST, PlaneRef
@@ -57,7 +58,8 @@ class Gathering(Exchange):
         enough = refusal.smallest_bytes
         with suppress(RankError):
             enough = max(self.collectives.agree(enough, "on no forward: it does not fit"))
-        return of_machine(refusal, enough, self.collectives.ranks.local_size)
+        staging = staging_bytes(self.binding.device)
+        return of_machine(refusal, enough, self.collectives.ranks.local_size, staging_bytes=staging)
 
     @contextmanager
     def ours(self, nbytes: int = 0) -> Iterator[None]:

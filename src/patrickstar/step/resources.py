@@ -35,7 +35,7 @@ class Resources:
         workspace_percent: of a GPU's budget, what is left for workspaces of kernels (`core.fixed_costs.WorkspaceCosts`).
         disk_free_bytes: what is free for the disk tier; None: to be asked of its directory.
         threads: that compute on the host. retains, extra_bytes: what the host's allocator takes, as `memory.allocator.Allocator` has it.
-        resident_bytes: of the process before it is given a model.
+        resident_bytes: of the process before it is given a model. staging_bytes: of the host, in each rank, through which its data go to others.
     """
 
     device: str
@@ -51,6 +51,7 @@ class Resources:
     retains: float = 1.0
     extra_bytes: int = 0
     resident_bytes: int = 0
+    staging_bytes: int = 0
 
     @classmethod
     def of_this_machine(cls, device: str) -> Resources:
