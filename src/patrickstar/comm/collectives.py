@@ -172,6 +172,12 @@ class Collectives:
         ticket.wait()
         return [pickle.loads(theirs) for theirs in values]  # noqa: S301  (of ranks of this program)
 
+    def look(self, error: RuntimeError | None = None) -> None:
+        """Raises RankError where ranks are known to have failed; of an error of torch's, on a connection of others, in any case."""
+        if error is not None:
+            raise self._broken(self._issued + 1, error) from error
+        self._check(self._issued + 1)
+
     def close(self, reason: str = "") -> None:
         """Takes part in nothing any more, and tells the others. Waits for nobody; what is under way fails."""
         with self._lock:

@@ -16,7 +16,7 @@ from patrickstar.config.problems import refuse
 from patrickstar.errors import some
 
 _STORE_TIMEOUT = timedelta(seconds=10)
-_DIMENSIONS = ("dp", "cp")
+_SHARED, _OF_BLOCKS = ("dp", "cp"), ("row", "col")
 
 
 def begin_process_group() -> Callable[[], None]:
@@ -84,10 +84,14 @@ class Ranks:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def ranks_of(mesh: Any, used: Mapping[str, int]) -> Callable[[], Ranks] | None:
-    """Makes the ranks that share the model; None where it is one process's own.
+MakeRanks = Callable[[], Ranks]
 
-    They are those of a mesh's dimensions "dp" and "cp" together, of which each "cp" group has one batch; without a mesh all of the process group.
+
+def ranks_of(mesh: Any, used: Mapping[str, int]) -> tuple[MakeRanks | None, MakeRanks | None]:
+    """Makes the ranks that share the model's chunks, and all ranks that have blocks of the model; None where that is one process, or it is not cut.
+
+    The former are those of a mesh's dimensions "dp" and "cp" together, of which each "cp" group has one batch; without a mesh all of the process
+    group. Of the latter, "row" and "col", each has such ranks of its own.
 
     Args:
         used: sizes of the dimensions over which the model works together, by name.
@@ -103,7 +107,7 @@ def ranks_of(mesh: Any, used: Mapping[str, int]) -> Callable[[], Ranks] | None:
     ]
     if mesh is None:
         refuse(problems, of="manage")
-        return Ranks if there and dist.get_world_size() > 1 else None
+        return Ranks if there and dist.get_world_size() > 1 else None, None
     if not there:
         problems.append("mesh= without a process group: call torch.distributed.init_process_group() first")
     elif mesh.get_coordinate() is None:
@@ -111,11 +115,19 @@ def ranks_of(mesh: Any, used: Mapping[str, int]) -> Callable[[], Ranks] | None:
     if "dp" not in names:
         problems.append(f'mesh={mesh}: a mesh with the dimension "dp", over which the model is shared, is expected')
     for name, size in zip(names, tuple(mesh.mesh.shape), strict=False):
-        if name not in _DIMENSIONS and size > 1:
+        if size > 1 and name in _OF_BLOCKS and name not in used:
+            problems.append(
+                f'mesh={mesh}: the model is not cut over "{name}": call Tensor2D(...).parallelize(model) first'
+            )
+        elif size > 1 and (name not in _SHARED + _OF_BLOCKS or (name == "cp" and used.keys() & set(_OF_BLOCKS))):
             problems.append(
                 f'mesh={mesh}: "{name}" comes later. Give mesh["dp"] where each of its groups trains a model of its own'
             )
     refuse(problems, of="manage")
-    shares = tuple(name for name in names if name in _DIMENSIONS)
+    shares = tuple(name for name in names if name in _SHARED)
     members = (mesh if shares == names else mesh[shares]).mesh.flatten().tolist()
-    return partial(Ranks, members, averaged=mesh["dp"].size()) if len(members) > 1 else None
+    is_cut = any(name in _OF_BLOCKS for name in used)
+    return (
+        partial(Ranks, members, averaged=mesh["dp"].size()) if len(members) > 1 else None,
+        partial(Ranks, mesh.mesh.flatten().tolist()) if is_cut else None,
+    )

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,47 +19,79 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from patrickstar.errors import ConfigError
 
+_LOOK: Final = timedelta(seconds=1)
+Look = Callable[[RuntimeError | None], None]
+"""Raises a RankError where one of the ranks is known to have failed, and of an error of torch in any case."""
+
+
+Place = tuple[int, int]
+"""A row and a column."""
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Ranks that share tensors: their group, their numbers in the whole program in order, and the place of this one."""
+    """Ranks that share tensors: their group, their numbers in the whole program in order, and the place of this one.
+
+    `looks`: of sessions, at the ranks; who waits calls them every second, so that nobody waits for one that has failed.
+    """
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
     index: int
+    looks: list[Look] = field(default_factory=list, compare=False)
 
     def broadcast(self, tensor: torch.Tensor, place: int) -> Callable[[], Any]:
         """Begins to give all what the rank at a place has; gives back what waits for it."""
         if not tensor.numel() or len(self.ranks) == 1:  # an empty block is so on all ranks of the line
             return _nothing
-        return dist.broadcast(tensor, src=self.ranks[place], group=self.group, async_op=True).wait
+        return self._waits(dist.broadcast(tensor, src=self.ranks[place], group=self.group, async_op=True))
 
     def reduce(self, tensor: torch.Tensor, place: int) -> Callable[[], Any]:
         """Begins to sum a tensor over all, for the rank at a place; gives back what waits for it. Others' tensors have no meaning afterwards."""
         if not tensor.numel() or len(self.ranks) == 1:
             return _nothing
-        return dist.reduce(tensor, dst=self.ranks[place], group=self.group, async_op=True).wait
+        return self._waits(dist.reduce(tensor, dst=self.ranks[place], group=self.group, async_op=True))
 
     def sum(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The sums of some tensors of one dtype over all ranks, by one call."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        dist.all_reduce(flat, group=self.group)
+        self._waits(dist.all_reduce(flat, group=self.group, async_op=True))()
         pieces = flat.split([tensor.numel() for tensor in tensors])
         return tuple(piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True))
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements' maxima over all ranks, in place."""
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        self._waits(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group, async_op=True))()
         return tensor
+
+    def _waits(self, work: Any) -> Callable[[], Any]:
+        """Gives back what waits for a work of torch."""
+        return partial(self._wait, work) if self.looks else work.wait
+
+    def _wait(self, work: Any) -> None:
+        while True:
+            try:
+                work.wait(_LOOK)
+            except RuntimeError as error:
+                for look in self.looks:
+                    look(error if work.is_completed() else None)
+            else:
+                return
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A square mesh as this rank sees it. `rows`: the line over which the row varies; `cols`: that over which the column does."""
+    """A square mesh as this rank sees it. `rows`: the line over which the row varies; `cols`: that over which the column does. `names`: of both."""
 
     q: int
     rows: Line
     cols: Line
+    names: tuple[str, ...] = ()
+
+    @property
+    def place(self) -> Place:
+        """The row and column of this rank."""
+        return self.rows.index, self.cols.index
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Grid:
@@ -69,11 +103,21 @@ class Grid:
         coordinate = mesh.get_coordinate()
         assert coordinate is not None, "this rank is not of the mesh"
         i, j = coordinate
-        rows = Line(mesh.get_group(0), tuple(mesh.mesh[:, j].tolist()), i)
-        return cls(mesh.size(0), rows, Line(mesh.get_group(1), tuple(mesh.mesh[i].tolist()), j))
+        looks: list[Look] = []
+        rows = Line(mesh.get_group(0), tuple(mesh.mesh[:, j].tolist()), i, looks)
+        cols = Line(mesh.get_group(1), tuple(mesh.mesh[i].tolist()), j, looks)
+        return cls(mesh.size(0), rows, cols, mesh.mesh_dim_names or ())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Grid:
         return self  # a copied model is of the same ranks; groups cannot be copied
+
+
+class Tile(NamedTuple):
+    """A part of a tensor: the first place whose block has it, and where it lies in the block."""
+
+    place: Place
+    rows: slice
+    columns: slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +142,34 @@ class Cut:
             dim, j = self.cols, grid.cols.index
             whole = torch.cat([piece(part, dim, j, grid.q) for part in whole.chunk(self.parts, dim)], dim)
         return whole.clone(memory_format=torch.contiguous_format)
+
+    def first(self, place: Place) -> Place:
+        """The first place that has what this one has."""
+        i, j = place
+        return 0 if self.rows is None else i, 0 if self.cols is None else j
+
+    def strips(self, q: int, numel: int) -> Iterator[list[Tile]]:
+        """The whole, of which other dimensions than the first count as one, by tiles: some rows of about so many elements, from left to right."""
+        most = max(1, numel // max(1, math.prod(self.shape[1:])))
+        for row, first, size in self._pieces(0, q):
+            for start in range(first, first + size, most):
+                rows = slice(start, min(start + most, first + size))
+                yield [
+                    Tile(
+                        (column, row) if self.cols == 0 or self.rows == 1 else (row, column),
+                        rows,
+                        slice(at, at + width),
+                    )
+                    for column, at, width in self._pieces(1, q)
+                ]
+
+    def _pieces(self, dim: int, q: int) -> list[tuple[int, int, int]]:
+        """The pieces of a dimension, in order: place along the line that cuts it, 0 where none does; first element in the block there; size."""
+        if dim not in (self.rows, self.cols):
+            return [(0, 0, math.prod(self.shape[dim : dim + 1]))]
+        parts = self.parts if dim == self.cols else 1
+        sizes = chunk_sizes(self.shape[dim] // parts, q)
+        return [(place, part * size, size) for part in range(parts) for place, size in enumerate(sizes)]
 
     def whole(self, block: torch.Tensor, grid: Grid) -> torch.Tensor:
         """The whole tensor of which all ranks have blocks, on each of them."""

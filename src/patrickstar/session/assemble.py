@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 
@@ -24,6 +25,7 @@ from patrickstar.memory.filesystem import expect_usable
 from patrickstar.memory.links import MakeLane
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.user_optimizer import check_optimizer
+from patrickstar.parallel.tensor_2d import cuts_of, grid_of
 from patrickstar.parallel.transformer_models import works_together_over
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.parameters.wrappers import expect_unwrapped
@@ -37,13 +39,16 @@ from patrickstar.session.build_step import build_step
 from patrickstar.session.checks import check_model
 from patrickstar.session.close import Closing
 from patrickstar.session.loading import Loading
+from patrickstar.session.mesh_tensors import MeshTensors
 from patrickstar.session.parts import Parts
 from patrickstar.session.scaler import LossScaler
 from patrickstar.session.session import Session
 from patrickstar.session.start import Setup, set_up
 from patrickstar.step.budgets import find_resources
+from patrickstar.step.mesh_ranks import MeshRanks
 from patrickstar.step.resources import bound_kernels, uncounted_settings
 from patrickstar.step.training_deferred import DeferredTraining
+from patrickstar.step.values import Weights
 
 _log = logging.getLogger("patrickstar")
 
@@ -63,17 +68,20 @@ def assemble(
     Raises:
         what `manage` raises: model and optimizer are then as before.
     """
-    make_ranks = ranks_of(memory.mesh, works_together_over(model))
-    if make_ranks is None:
-        return _assembled(model, optimizer, memory, None, make_lane=make_lane, choice=choice)
+    grid = grid_of(model)
+    of_blocks = {} if grid is None else dict.fromkeys(grid.names or ("row", "col"), grid.q)
+    makers = ranks_of(memory.mesh, works_together_over(model) | of_blocks)
     # First of all: the others hear of whatever this rank refuses.
-    collectives = Collectives(make_ranks(), timeout_s=memory.options.collective_timeout)
+    made = [make and Collectives(make(), timeout_s=memory.options.collective_timeout) for make in makers]
+    collectives, everyone = made
     try:
-        return _assembled(model, optimizer, memory, collectives, make_lane=make_lane, choice=choice)
+        return _assembled(model, optimizer, memory, collectives, everyone, make_lane=make_lane, choice=choice)
     except BaseException as error:
-        collectives.close(f"{collectives.me}: manage() has ended with {type(error).__name__}: {error}")
-        if isinstance(error, BudgetError):
-            raise of_machine(error, error.smallest_bytes, collectives.ranks.local_size) from None
+        there = [one for one in made if one is not None]
+        for one in there:
+            one.close(f"{one.me}: manage() has ended with {type(error).__name__}: {error}")
+        if isinstance(error, BudgetError) and there:
+            raise of_machine(error, error.smallest_bytes, there[0].ranks.local_size) from None
         raise
 
 
@@ -82,6 +90,7 @@ def _assembled(
     optimizer: torch.optim.Optimizer | None,
     memory: MemoryOptions,
     collectives: Collectives | None,
+    everyone: Collectives | None,
     *,
     make_lane: MakeLane | None,
     choice: UpdateChoice,
@@ -92,9 +101,10 @@ def _assembled(
     source = Loading(model, named, memory.weights) if memory.weights is not None else None
     has = find_resources(memory)
     ranks = None if collectives is None else collectives.ranks
-    if ranks is not None:
+    of_all = ranks if everyone is None else everyone.ranks
+    if of_all is not None:
         expect_unwrapped(model)
-        expect_known_over_ranks(model, memory, ranks, device=has.device)
+        expect_known_over_ranks(model, memory, of_all, device=has.device, in_blocks=everyone is not None)
     if memory.disk is not None:
         expect_usable(memory.disk)
     setup = set_up(
@@ -107,6 +117,7 @@ def _assembled(
         trains=optimizer is not None,
         find_passes=choose_kernels,
         ranks=ranks,
+        everyone=of_all,
     )
     if setup.budgets.host_binds and setup.budgets.machine.compute is Tier.HOST:
         bound_kernels(os.environ, set_aside_bytes=setup.budgets.machine.costs.set_aside_bytes)
@@ -121,18 +132,39 @@ def _assembled(
     try:
         if collectives is not None:
             expect_alike(named, optimizer, setup, collectives)
-        parts = build_step(model, named, optimizer, setup, store, choice=choice, collectives=collectives)
+        make_mesh = None if everyone is None else _mesh(model, named, optimizer, setup, everyone)
+        parts = build_step(
+            model, named, optimizer, setup, store, choice=choice, collectives=collectives, make_mesh=make_mesh
+        )
         return _begin(parts, optimizer, setup, source)
     except BaseException:
         store.close()
         raise
 
 
-def expect_known_over_ranks(model: nn.Module, memory: MemoryOptions, ranks: Ranks, *, device: str) -> None:
+def _mesh(
+    model: nn.Module,
+    named: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+    setup: Setup,
+    everyone: Collectives,
+) -> Callable[[Weights], MeshTensors]:
+    """Makes the whole tensors of a model in blocks, whose ranks are seen to be alike."""
+    grid, cuts = grid_of(model), cuts_of(model)
+    assert grid is not None
+    expect_alike(named, optimizer, setup, everyone, {name: cuts[name].shape for name in named})
+    counted = frozenset(name for name in named if cuts[name].first(grid.place) == grid.place)
+    return partial(MeshTensors, MeshRanks.meet(everyone, grid.place, grid.q, counted), grid, cuts)
+
+
+def expect_known_over_ranks(
+    model: nn.Module, memory: MemoryOptions, ranks: Ranks, *, device: str, in_blocks: bool = False
+) -> None:
     """Raises ConfigError where what is asked for does not go over ranks yet. `device`: what computes."""
     refused = {
         'step="in_backward"': memory.step == "in_backward",
         f'device="{device}"': device not in ("cpu", "emulated"),
+        "weights= of blocks": in_blocks and memory.weights is not None,
     }
     problems = [f"{what} over {ranks.size} ranks comes later" for what, asked in refused.items() if asked]
     if any(parameter.grad is not None for parameter in model.parameters()):
@@ -156,6 +188,10 @@ def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, s
             blocks.watch()
         dtypes = {name: parameter.dtype for name, parameter in named.items()}
         buffers = fit_buffers(model, setup.precision, setup.budgets.stream_device, undo)
+        if parts.mesh is not None:
+            looks, look = parts.mesh.grid.rows.looks, parts.mesh.ranks.collectives.look
+            looks.append(look)
+            undo.callback(looks.remove, look)
         session = Session(parts, partial(Closing, parts, root, dtypes, buffers))
         if original is not None:
             managed = session.attach(original)
