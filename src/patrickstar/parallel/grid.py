@@ -6,11 +6,11 @@ A rank (i, j) of q x q is in row i and column j. A line is named by what varies 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from patrickstar.errors import ConfigError
 
 _LOOK: Final = timedelta(seconds=1)
-Look = Callable[[RuntimeError | None], None]
-"""Raises a RankError where one of the ranks is known to have failed, and of an error of torch in any case."""
+Look = Callable[[float, RuntimeError | None], None]
+"""Raises a RankError where waiting is in vain, so many seconds until now: one of the ranks has failed, or torch has an error."""
 
 
 Place = tuple[int, int]
@@ -66,17 +66,23 @@ class Line:
 
     def _waits(self, work: Any) -> Callable[[], Any]:
         """Gives back what waits for a work of torch."""
-        return partial(self._wait, work) if self.looks else work.wait
+        return (lambda: self._wait(work)) if self.looks else work.wait
 
     def _wait(self, work: Any) -> None:
-        while True:
-            try:
-                work.wait(_LOOK)
-            except RuntimeError as error:
-                for look in self.looks:
-                    look(error if work.is_completed() else None)
-            else:
+        for waited in itertools.count(1):
+            if self._has_ended(work, waited):
                 return
+
+    def _has_ended(self, work: Any, waited: int) -> bool:
+        """Waits for a second more, and looks at the ranks where that is not enough."""
+        is_over = work.is_completed()  # else an error may be that of our own bound
+        try:
+            work.wait(_LOOK)
+        except RuntimeError as error:
+            for look in self.looks:
+                look(waited * _LOOK.total_seconds(), error if is_over else None)
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)
