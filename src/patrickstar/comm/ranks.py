@@ -100,10 +100,11 @@ def ranks_of(mesh: Any, used: Mapping[str, int]) -> tuple[MakeRanks | None, Make
     """
     there = dist.is_available() and dist.is_initialized()
     names = () if mesh is None else mesh.mesh_dim_names or ()
+    sizes = {} if mesh is None else dict(zip(names, mesh.mesh.shape, strict=False))
     problems = [
         f'the model works together over "{name}", {size} ranks, which mesh={mesh} has not: give manage() the whole mesh'
         for name, size in used.items()
-        if name not in names and size > 1
+        if sizes.get(name, 1) != size
     ]
     if mesh is None:
         refuse(problems, of="manage")
@@ -114,7 +115,7 @@ def ranks_of(mesh: Any, used: Mapping[str, int]) -> tuple[MakeRanks | None, Make
         problems.append(f"mesh={mesh}: this process, rank {dist.get_rank()}, is not in it")
     if "dp" not in names:
         problems.append(f'mesh={mesh}: a mesh with the dimension "dp", over which the model is shared, is expected')
-    for name, size in zip(names, tuple(mesh.mesh.shape), strict=False):
+    for name, size in sizes.items():
         if size > 1 and name in _OF_BLOCKS and name not in used:
             problems.append(
                 f'mesh={mesh}: the model is not cut over "{name}": call Tensor2D(...).parallelize(model) first'

@@ -98,13 +98,13 @@ def _assembled(
     named = check_model(model)
     if optimizer is not None:
         check_optimizer(optimizer, names_by_id(named))
-    source = Loading(model, named, memory.weights) if memory.weights is not None else None
     has = find_resources(memory)
     ranks = None if collectives is None else collectives.ranks
     of_all = ranks if everyone is None else everyone.ranks
     if of_all is not None:
         expect_unwrapped(model)
         expect_known_over_ranks(model, memory, of_all, device=has.device, in_blocks=everyone is not None)
+    source = Loading(model, named, memory.weights) if memory.weights is not None else None
     if memory.disk is not None:
         expect_usable(memory.disk)
     setup = set_up(
