@@ -30,6 +30,7 @@ from patrickstar.engine.engine import Engine
 from patrickstar.engine.engine_optimizer import EngineOptimizer
 from patrickstar.engine.initialize import initialize_engine
 from patrickstar.optim.managed import ManagedOptimizer
+from patrickstar.parallel import ContextParallel, Tensor2D, costs, summa_ab, summa_abt, summa_atb, traffic
 from patrickstar.plan.plan import Plan
 from patrickstar.session.stats import Stats
 
@@ -69,6 +70,11 @@ OPTIMIZER = [
     "state_dict",
     "load_state_dict",
 ]
+CONTEXT = [
+    *("parallelize", "release", "shard", "unshard", "positions", "multiple", "attention"),
+    *("cross_entropy", "token_mean", "reduce_gradients", "verify"),
+]
+BLOCKS = ["parallelize", "shard", "unshard", "cross_entropy", "state_dict", "gradients"]
 ENGINE = [
     *("lr_scheduler", "global_steps", "skipped_steps", "backward", "step"),
     *("zero_grad", "is_gradient_accumulation_boundary", "gradient_accumulation_steps"),
@@ -119,6 +125,15 @@ def lines() -> Iterator[str]:
     yield from _fields(patrickstar.Options, "patrickstar.Options")
     for optimizer in (patrickstar.AdamW, patrickstar.Adam):
         yield from _function(optimizer, f"patrickstar.{optimizer.__name__}", level=2)
+    for kind, name, members in ((ContextParallel, "cp", CONTEXT), (Tensor2D, "tp", BLOCKS)):
+        yield from _function(kind, f"patrickstar.parallel.{kind.__name__}", level=2)
+        yield from _members(kind, name, members, level=3)
+    for function in (summa_ab, summa_abt, summa_atb, traffic):
+        yield from _function(function, f"patrickstar.parallel.{function.__name__}", level=2)
+    yield "## patrickstar.parallel.costs\n"
+    yield from _text(costs.__doc__)
+    for name in ("attention", "summa", "memory"):
+        yield from _function(getattr(costs, name), f"costs.{name}", level=3)
     yield from _function(initialize_engine, "patrickstar.runtime.initialize_engine", level=2)
     yield "## The engine\n"
     yield from _text(Engine.__doc__)

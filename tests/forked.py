@@ -23,6 +23,8 @@ from typing import Final
 # What nearly every script imports. No thread of torch's has started there, none of its random numbers been drawn.
 _IMPORTED_ONCE: Final = (
     "torch",
+    "torch._dynamo",
+    "torch.distributed.tensor",
     "transformers.modeling_utils",
     "transformers.models.gpt2.modeling_gpt2",
     "patrickstar.cli.predict",

@@ -355,3 +355,23 @@ def writes_by_schema(func: Callable[..., Any]) -> bool:
     if isinstance(func, OpOverloadPacket):
         return any(getattr(func, name)._schema.is_mutable for name in func.overloads())
     return isinstance(func, OpOverload) and bool(func._schema.is_mutable)
+
+
+@contextmanager
+def imagined_ranks(size: int) -> Iterator[None]:
+    """A context with a default process group of so many ranks, of which this is the first and the others are not there: nothing is sent."""
+    import torch.distributed as dist  # noqa: PLC0415  (takes seconds)
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
+
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def is_imagined(group: ProcessGroup) -> bool:
+    """Tells whether the other ranks of a group are not there."""
+    import torch.distributed as dist  # noqa: PLC0415
+
+    return bool(dist.get_backend(group) == "fake")

@@ -1,12 +1,14 @@
 import errno
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from patrickstar.cli.main import main
 from patrickstar.memory.process import resident_bytes
+from patrickstar.parallel import costs
 from patrickstar.testing.faults import Fails, FaultyIO
 from patrickstar.units import MIB
 
@@ -156,3 +158,24 @@ def test_ranks_share_the_budgets_of_as_many_machines_as_they_need(runs, capsys):
     budgets = [word for tier, budget in enough.items() for word in (f"--{tier}-memory", budget)]
     rest = [] if "host" in enough else ["--host-memory", "1GiB"]
     assert plan(capsys, *arguments, "--seq-len", 16, "--world", 16, *budgets, *rest)[0] == 0
+
+
+def test_ranks_that_share_sequences_are_planned_without_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What they send is the formula's, and the loss; the longest sequence fits, and one a tenth longer does not."""
+    model = tmp_path / "llama.json"
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    model.write_text(json.dumps({"model_type": "llama", **sizes, "num_attention_heads": 4, "num_key_value_heads": 2}))
+    memory = ["--device", "emulated", "--device-memory", "500KiB", "--host-memory", "64MiB", "--precision", "fp32"]
+    flags = ["plan", "--model", str(model), "--world", "4", "--context-parallel", "2", "--batch-size", "4", *memory]
+    assert main([*flags, "--seq-len", "32", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    attention = costs.attention("ring", 2, 2, 4, 2, 32, 8, element=4)
+    assert row["sent"] == {"cp": 2 * int(attention.forward + attention.backward) + 2 * 8}
+    longest = row["largest_sequence"]
+    assert longest > 32
+    assert longest % 4 == row["largest_batch"] % 2 == 0
+    assert main([*flags, "--seq-len", str(longest)]) == 0
+    assert "  sent in a forward and backward  cp " in capsys.readouterr().out
+    assert main([*flags, "--seq-len", str(longest * 11 // 10)]) == 3

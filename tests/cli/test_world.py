@@ -119,6 +119,37 @@ def test_each_rank_has_its_rows_of_the_batch_and_the_log_the_mean_of_their_losse
     assert list(runs.losses().values()) == want
 
 
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_ranks_with_parts_of_the_sequences_have_the_losses_of_one_process(
+    two: Team, runs: Runs, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {**json.loads(runs.model.read_text()), "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    runs.model.write_text(json.dumps(settings))
+    flags = ["--context-parallel", 2, "--sequence-method", method]
+    first, second = run(two, runs, "--batch-size", 2, "--steps", 3, "--host-memory", "240MiB", *flags)
+    assert (first[0], second) == (0, (0, "", "")), first
+    start, *steps, _ = runs.rows()
+    assert start["mesh"] == {"dp": 1, "cp": 2}
+    assert all(row["sent"]["cp"] > 0 and row["sent"]["dp"] > 0 for row in steps)
+    words = [
+        "--precision",
+        "fp32",
+        "--batch-size",
+        "2",
+        "--steps",
+        "3",
+        "--schedule",
+        "constant",
+        "--warmup",
+        "1",
+        "--seq-len",
+        "16",
+    ]
+    assert runs.train(*words, "--lr", LR, log="alone.jsonl") == 0
+    want = [row["loss"] for row in runs.rows("alone.jsonl", "step")]
+    assert [row["loss"] for row in steps] == pytest.approx(want, abs=2e-5)
+
+
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(two: Team, runs: Runs) -> None:
     first, second = run(two, runs, "--batch-size", 2, "--steps", 9, signals_at={1: 2})
     assert (first[0], second[0]) == (143, 143)
@@ -131,6 +162,10 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(two: Team, runs: Run
     [
         (["--batch-size", 3], 2, "--batch-size 3 over 2 ranks: it is of all of them together; give a multiple of 2"),
         (["--batch-size", 2, "--seq-len", 65], 2, "--seq-len 65: this model has 64 positions"),
+        (["--context-parallel", 3], 2, "--context-parallel 3: 3 ranks work on a batch together, and there are 2"),
+        (["--tensor-2d", "2x2"], 2, "--tensor-2d 2x2: 4 ranks work on a batch together, and there are 2"),
+        (["--tensor-2d", "2x2", "--context-parallel", 2], 2, "in one run come later"),
+        (["--context-parallel", 2, "--compare-plain"], 2, "sums of several ranks have another order"),
         (["--batch-size", 2, "--host-memory", "40KiB"], 3, "what fits is for the 2 ranks of a machine"),
         (["--batch-size", 2, "--data", "text-of-RANK.txt"], 2, "of rank 1 and of rank 0 differ"),
         (["--batch-size", 2, "--data", "only-of-RANK.txt"], 2, "only-of-1.txt: no such file"),

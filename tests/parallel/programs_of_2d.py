@@ -397,6 +397,9 @@ def refused(rank: int, q: int) -> dict[str, str]:
     done = tp.parallelize(gpt2(q))
     biased, compiled = Own(q), nn.Module()
     biased.qkv = nn.Linear(24, 75)
+    tied = Own(q)
+    tied.words = nn.Embedding(16, 24)
+    tied.place.weight = tied.words.weight
     compiled._orig_mod = gpt2(q)  # as torch's own, which takes seconds to import
     acts = {
         "a line": lambda: Tensor2D(line),
@@ -414,6 +417,7 @@ def refused(rank: int, q: int) -> dict[str, str]:
         "another type": lambda: tp.parallelize(Own(q), {**Own.PLAN, "out": "norm"}),
         "thirds": lambda: tp.parallelize(biased, Own.PLAN),
         "another norm": lambda: tp.parallelize(with_norm(q), Own.PLAN),
+        "two cuts": lambda: tp.parallelize(tied, Own.PLAN),
         "twice": lambda: tp.parallelize(done),
         "compiled": lambda: tp.parallelize(compiled),
         "generate": lambda: done.generate(torch.zeros(2, 3, dtype=torch.int64), max_new_tokens=2),

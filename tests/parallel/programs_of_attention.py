@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -125,8 +126,8 @@ def over_ranks(cp: ContextParallel, case: Case, of: Whole) -> list[torch.Tensor]
 
 
 def contexts(size: int, ways: Any = WAYS) -> dict[tuple[str, str], ContextParallel]:
-    """One for each way, over all ranks."""
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    """One for each way, over so many ranks; the others do the same among them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // size, size), mesh_dim_names=("dp", "cp"))["cp"]
     return {way: ContextParallel(mesh, way[0], layout=way[1]) for way in ways}
 
 
@@ -137,10 +138,11 @@ def errors(rank: int, size: int, cases: list[Case]) -> dict[str, list[float]]:
     for case in cases:
         of = whole_of(case)
         wanted = dense(case, of)
-        got = over_ranks(made[case.method, case.layout], case, of)
+        cp = made[case.method, case.layout]
+        got = over_ranks(cp, case, of)
         found[str(case)] = [
             float(
-                (mine.double() - part(whole, 2 - (whole.ndim == 3), case.layout, rank, size)).abs().max()
+                (mine.double() - part(whole, 2 - (whole.ndim == 3), case.layout, cp.rank, size)).abs().max()
                 / whole.abs().max()
             )
             for mine, whole in zip(got, wanted, strict=True)
@@ -233,7 +235,7 @@ def with_dropout(rank: int, size: int) -> tuple[float, float]:
             grads = torch.autograd.grad(total, [q, k, v])
             total = sum(((grad * way).sum() for grad, way in zip(grads, along, strict=True)), torch.zeros(()))
         total = total.detach().clone()
-        torch.distributed.all_reduce(total)
+        dist.all_reduce(total)
         return total
 
     step = 1e-5

@@ -29,6 +29,7 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
 )
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from patrickstar.errors import Error, RankError
 from patrickstar.parallel import ContextParallel, traffic
@@ -205,6 +206,7 @@ def trained(rank: int, size: int) -> list[float]:
     """How far losses and weights of a model are from those of one rank, relative to their largest, after steps of training."""
     cp = ContextParallel(init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)))
     models = [model_of("llama"), cp.parallelize(model_of("llama"))]
+    models[1].gradient_checkpointing_enable()  # its ring goes round again in backward
     losses: list[list[float]] = [[], []]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
     for kind in ("plain", "padded", "odd", "few labels"):
@@ -260,6 +262,9 @@ def refusals(rank: int, size: int) -> dict[str, str]:
         "intermediate_size": 8,
         "vocab_size": 9,
     }
+    llama.config.sliding_window = 4  # which its layers do not have
+    of_mask = {"config": llama.config, "inputs_embeds": torch.zeros(2, 12, 16), "position_ids": mine["position_ids"]}
+    of_mask |= {"attention_mask": None, "past_key_values": None}
     of_keys = {**sizes, "num_key_value_heads": 4}
     capped = Gemma2Config(head_dim=4, layer_types=["full_attention"], sliding_window=None, **of_keys)
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
@@ -288,6 +293,7 @@ def refusals(rank: int, size: int) -> dict[str, str]:
         "three dimensions": lambda: cp.attention(q[0], q[0], q[0]),
         "labels of another shape": lambda: cp.cross_entropy(torch.zeros(2, 8, 9), torch.zeros(2, 16, dtype=torch.int64)),
         "an unknown tensor": lambda: cp.shard({**batch, "pixel_values": q}),
+        "a batch that is cut": lambda: cp.shard(mine),
         "no tokens": lambda: cp.shard({"labels": batch["labels"]}),
         "a mask of pairs": lambda: cp.shard({**batch, "attention_mask": torch.ones(2, 1, 24, 24)}),
         "one label a row": lambda: cp.shard({**batch, "labels": torch.zeros(2, dtype=torch.int64)}),
@@ -308,6 +314,9 @@ def refusals(rank: int, size: int) -> dict[str, str]:
         "a batch that is whole": lambda: llama(**batch),
         "labels that are whole": lambda: llama(**given(shift_labels=None)),
         "a mask that is whole": lambda: llama(**given(attention_mask=torch.ones(2, 12))),
+        "a cap": lambda: llama(**mine, softcap=30.0),
+        "a mask of the model's own": lambda: create_causal_mask(or_mask_function=lambda *_: True, **of_mask),
+        "a window's mask": lambda: create_sliding_window_causal_mask(**of_mask),
         "a cache": lambda: llama(**mine, past_key_values=DynamicCache()),
         "generate": lambda: llama.generate(batch["input_ids"], max_new_tokens=1),
         "generate without a cache": lambda: llama.generate(batch["input_ids"], max_new_tokens=1, use_cache=False),

@@ -32,6 +32,12 @@ def test_attention_over_ranks_is_that_of_one(team_of: Teams, n: int) -> None:
         assert {case: worst for case, worst in found.items() if not max(worst) <= 1e-12} == {}
 
 
+def test_groups_of_ranks_do_not_mix(team_of: Teams) -> None:
+    cases = [case for case in GRID if case.key_heads == 2 and case.segments and case.is_causal]
+    for found in all_well(team_of(4).run(programs.errors, 2, cases)):
+        assert {case: worst for case, worst in found.items() if not max(worst) <= 1e-12} == {}
+
+
 @pytest.mark.parametrize("n", [2, 4], ids="{} ranks".format)
 def test_in_bf16_errors_are_within_three_times_those_of_one_rank(team_of: Teams, n: int) -> None:
     cases = [Case(*way, is_causal, dtype=torch.bfloat16, length=64) for way in WAYS for is_causal in (True, False)]

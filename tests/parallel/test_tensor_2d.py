@@ -28,7 +28,7 @@ def four(team_of: Teams) -> Team:
 @pytest.mark.parametrize("q", [2, THREE])
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_logits_and_gradients_are_those_of_one_process(team_of: Teams, name: str, q: int) -> None:
-    answers = all_well(team_of(q * q).run(programs_of_2d.train, q, name, 5))
+    answers = all_well(team_of(q * q).run(programs_of_2d.train, q, name, q + 1))
     most = 5e-6 if name == "llama" else 1e-11  # its norms compute in fp32, also in a model of fp64
     for answer in answers:
         assert answer["loss"] <= most
@@ -47,7 +47,7 @@ def test_bytes_are_those_of_the_formulas(team_of: Teams, name: str, q: int) -> N
     for rank, answer in enumerate(all_well(team_of(q * q).run(programs_of_2d.train, q, name, 2 * q + 1))):
         i, j = divmod(rank, q)
         tokens, features = answer["rows"] * S, h // q
-        assert answer["rows"] == chunk_sizes(2 * q + 1, q)[i]
+        assert answer["rows"] == (2 if i else 3)
         if name == "gpt2":
             inputs, weights, of_norm = 7 * h, 12 * h * features, 2
             vectors = layers * 13 * features + 2 * features + 16 * features
@@ -159,6 +159,7 @@ ANSWERS: Mapping[str, tuple[str, ...]] = {
     "another type": ("ConfigError", "out is Linear, and 'norm' takes nn.LayerNorm"),
     "thirds": ("ConfigError", "qkv has dimensions [75, 24]: 25 does not divide by 2"),
     "another norm": ("ConfigError", "first_norm is Shifted"),
+    "two cuts": ("ConfigError", "a parameter [16, 24] of several modules"),
     "twice": ("StateError", "parallelized already"),
     "compiled": ("ConfigError", "compiled"),
     "generate": ("StateError", "state_dict()"),

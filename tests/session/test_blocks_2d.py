@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import patrickstar
 from patrickstar.checkpoint.find import open_step
 from patrickstar.errors import CheckpointError, DeviceError, RankError
-from patrickstar.parallel import Tensor2D
+from patrickstar.parallel import Tensor2D, traffic
 from tests.parallel.programs_of_2d import batch_of, gpt2, llama
 from tests.ranks import Ended, Team, Teams, all_well, kill_me, team
 from tests.session.test_rank_checkpoints import caught, spoil
@@ -91,8 +91,14 @@ def train(rank: int, name: str, groups: int, budget: str) -> dict[str, Any]:
     """Steps under a budget, what was moved, and whole weights at the end."""
     memory = {"device": "emulated", "device_memory": budget, "host_memory": "64MiB"}
     with managed(name, groups, **memory) as (tp, model, session):
-        found = steps(tp, model, session, [of_all[rank // 4] for of_all in batches(groups)[:STEPS]])
+        first, *others, last = [of_all[rank // 4] for of_all in batches(groups)[:STEPS]]
+        found = steps(tp, model, session, [first, *others])
+        with traffic(mesh_of(groups, 2, 2)) as seen:
+            of_last = steps(tp, model, session, [last])
+        found["losses"] += of_last["losses"]
+        found["norms"] += of_last["norms"]
         found["weights"], stats = whole_states(session), session.stats()
+        assert {name: stats.sent[name] for name in ("row", "col")} == {name: seen.sent[name] for name in ("row", "col")}
     left = dict(tp.state_dict(model))
     assert all(torch.equal(found["weights"][name], value) for name, value in left.items())
     return found | {"planned": stats.planned_steps, "moved": stats.moved["H>D"]}
@@ -148,7 +154,9 @@ def test_grids_of_blocks_that_have_batches_of_their_own_train_as_one_process(nam
 def half(rank: int) -> dict[str, Any]:
     """Steps in fp16 of which one overflows on one rank alone, and what its blocks and those of others are then."""
     with managed(
-        "gpt2", precision="fp16", options=patrickstar.Options(loss_scale=patrickstar.LossScale(initial=256, hysteresis=1))
+        "gpt2",
+        precision="fp16",
+        options=patrickstar.Options(loss_scale=patrickstar.LossScale(initial=256, hysteresis=1)),
     ) as (tp, model, session):
         first, second, *_ = [of_all[0] for of_all in batches(1)]
         steps(tp, model, session, [first])

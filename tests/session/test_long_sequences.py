@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import patrickstar
-from patrickstar.parallel import ContextParallel
+from patrickstar.parallel import ContextParallel, traffic
 from tests.ranks import Teams, all_well
 
 STEPS, ROWS, LENGTH = 4, 2, 30
@@ -39,12 +39,15 @@ def train(rank: int, shape: tuple[int, int], method: Any, budget: str) -> dict[s
     budgets = {"device": "emulated", "device_memory": budget, "host_memory": "64MiB"}
     with patrickstar.manage(model, optimizer, mesh=mesh, precision="fp32", max_grad_norm=0.5, **budgets) as session:
         for step in range(STEPS):
-            loss = model(**cp.shard(batch(step, rank // shape[1]))).loss
-            loss.backward()
+            with traffic(mesh) as seen:
+                loss = model(**cp.shard(batch(step, rank // shape[1]))).loss
+                loss.backward()
             session.optimizer.step()
             session.optimizer.zero_grad()
             losses.append(loss.item())
         stats = session.stats()
+        assert stats.sent["cp"] == seen.sent["cp"] > 0
+        assert sum(stats.sent.values()) > stats.sent["cp"]
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return {"losses": losses, "weights": weights, "planned": stats.planned_steps, "moved": stats.moved["H>D"]}
 

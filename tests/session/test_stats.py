@@ -15,6 +15,7 @@ def test_statistics_print_as_a_table_with_units() -> None:
     stats = patrickstar.session.stats.Stats(
         peak={"device": 3 * MIB, "host": 2560, "disk": 0},
         moved={"H>D": MIB, "D>H": 512, "H>K": 3 * KIB, "K>H": 0},
+        sent={},
         model_data={"weight": 2 * MIB, "grad": MIB},
         steps=3,
         planned_steps=2,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Final
 
@@ -36,8 +36,9 @@ class Batches:
         seed: int,
         device: torch.device | None = None,
         rows: slice = slice(None),
+        shard: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> None:
-        """Begins at the beginning. `device`: of the batches; None: the CPU. `rows`: those of each batch that are given out here."""
+        """Begins at the beginning. `device`: of the batches; None: the CPU. `rows`: those of each batch that are given out here, cut by `shard`."""
         self._windows = _windows(tokens, seq_len, "training")
         self._identity: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len, "seed": seed}
         self._identity["tokens"] = hashlib.sha256(tokens.tobytes()).hexdigest()
@@ -45,6 +46,7 @@ class Batches:
         self._seed = seed
         self._device = device
         self._rows = range(batch_size)[rows]
+        self._shard = shard
 
         self._position = 0
 
@@ -54,7 +56,7 @@ class Batches:
         places = (divmod(self._position + index, count) for index in self._rows)
         rows = self._windows[[int(_order(self._seed, epoch, count)[place]) for epoch, place in places]]
         self._position += self._batch_size
-        return as_batch(rows, self._device)
+        return self._shard(as_batch(rows, self._device))
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self._position, **self._identity}
@@ -100,8 +102,9 @@ def validation_batches(
     most: int,
     device: torch.device | None = None,
     rows: slice = slice(None),
+    shard: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> list[Batch]:
-    """Batches of held-out windows, at most `most`, spread evenly over the held-out text; always the same ones. `rows`: as for `Batches`.
+    """Batches of held-out windows, at most `most`, spread evenly over the held-out text; always the same ones. `rows`, `shard`: as for `Batches`.
 
     Raises:
         DataError: less than one window of text.
@@ -110,7 +113,7 @@ def validation_batches(
     # A batch smaller than the training one would be another shape to plan for: windows repeat where text is short.
     count = max(1, min(most, len(windows) // batch_size))
     chosen = [index * len(windows) // (count * batch_size) for index in range(count * batch_size)]
-    return [as_batch(windows[batch[rows]], device) for batch in torch.tensor(chosen).split(batch_size)]
+    return [shard(as_batch(windows[batch[rows]], device)) for batch in torch.tensor(chosen).split(batch_size)]
 
 
 def _windows(tokens: Tokens, seq_len: int, which: str) -> torch.Tensor:

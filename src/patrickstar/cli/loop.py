@@ -70,7 +70,8 @@ class TrainingRun:
         # What the text has left with the allocator would otherwise count as there before, and hide growth.
         release_free_memory()
         self.growth = ResidentGrowth(model)
-        self.session = patrickstar.manage(model, optimizer, **manage_arguments(request.arguments))
+        mesh = request.together.mesh
+        self.session = patrickstar.manage(model, optimizer, mesh=mesh, **manage_arguments(request.arguments))
         assert self.session.optimizer is not None
         self.scheduler = Scheduler(self.session.optimizer, request.rates)
 
@@ -148,6 +149,7 @@ class TrainingRun:
             "tokens_per_second": tokens / seconds,
             "grad_norm": norm,
             "peak": dict(stats.peak),
+            "sent": dict(stats.sent),
             "rss": resident_bytes(),
         }
 

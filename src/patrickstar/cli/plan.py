@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +22,7 @@ from patrickstar.cli.flags import (
 from patrickstar.cli.machine_source import MachineSource
 from patrickstar.cli.model_source import ModelSource, check_length
 from patrickstar.cli.predict import forecast_row, predict, with_precision
+from patrickstar.cli.together import Together, largest, together_options
 from patrickstar.core.shard_layout import RankOf
 from patrickstar.errors import some
 from patrickstar.units import format_budget, format_bytes
@@ -45,6 +47,7 @@ _UNKNOWN_YET: Final = MappingProxyType(
 @batch_options
 @clip_option
 @memory_options
+@together_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @debug_option
 def plan(**given: Any) -> int:
@@ -52,10 +55,13 @@ def plan(**given: Any) -> int:
     from patrickstar.step.budgets import find_resources
 
     arguments, world = memory_of(given), given["world"]
-    expect_rows(given["batch_size"], world)
+    together = Together.of(given, ranks=None if world == 1 else world)
+    world = max(world, together.size)
+    expect_rows(given["batch_size"], world // together.size)
     machine = None if given["machine"] is None else MachineSource.find(given["machine"])
     source = ModelSource.find(given["model"])
-    check_length(source.config(), given["seq_len"])
+    config = source.config()
+    check_length(config, given["seq_len"])
     has = find_resources(arguments) if machine is None else machine.resources(arguments)
     arguments, chosen = with_precision(arguments, has)
     model = source.build_on_meta()
@@ -64,7 +70,22 @@ def plan(**given: Any) -> int:
     try:
         # As many on a machine as it has devices; all on one, where it has none or is this one.
         which = RankOf(0, world, min(world, (0 if machine is None else machine.figures.devices) or world))
-        forecast = predict(model, **shape, clip=given["clip"] is not None, arguments=arguments, has=has, which=which)
+        asked: dict[str, Any] = {"arguments": arguments, "has": has, "which": which, "together": together}
+        ask = partial(predict, model, clip=given["clip"] is not None, **asked)
+        with together.imagined(model, ranks=world):
+            forecast = ask(**shape)
+            sent, found = {}, {}
+            if together.flag:
+                sent = together.sent(model, given["batch_size"] * together.size // world, given["seq_len"])
+            if together.flag and given["as_json"]:
+                positions = getattr(config, "max_position_embeddings", None)
+                ways = {"seq_len": (together.multiple, positions), "batch_size": (world // together.size, None)}
+                for name, (of, most) in ways.items():
+
+                    def fits(n: int, name: str = name) -> bool:
+                        return ask(**{**shape, name: n}).fits
+
+                    found[name] = largest(fits, shape[name], of=of, most=most)
     finally:
         gc.unfreeze()
     if machine is not None:
@@ -72,10 +93,14 @@ def plan(**given: Any) -> int:
     precision = str(arguments.precision)
     if given["as_json"]:
         row = _row(forecast, precision=precision, device=has.device)
+        if together.flag:
+            row |= {"sent": sent, "largest_sequence": found["seq_len"], "largest_batch": found["batch_size"]}
         click.echo(json.dumps({**row, "machine": None if machine is None else machine.name}, allow_nan=False))
     else:
         said = [*([] if machine is None else machine.lines(arguments, has, which)), *filter(None, [chosen])]
-        click.echo("\n".join([*said, *_lines(source.name, forecast, which, precision=precision)]))
+        lines = [*said, *_lines(source.name, forecast, which, precision=precision)]
+        beside = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in sent.items())
+        click.echo("\n".join([*lines, f"  sent in a forward and backward  {beside}"] if beside else lines))
     return 0 if forecast.fits else DOES_NOT_FIT
 
 

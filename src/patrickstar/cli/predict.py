@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from patrickstar.cli.together import Together
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.shard_layout import RankOf
 
@@ -24,10 +25,11 @@ def predict(
     arguments: MemoryOptions,
     has: Resources | None = None,
     which: RankOf | None = None,
+    together: Together | None = None,
 ) -> Forecast:
     """The forecast of a step on batches of a shape; the model may be on the meta device.
 
-    `has`: what another machine has. `which`: the rank whose part of the batch it is; None: all of it is one process's.
+    `has`: what another machine has. `which`: the rank whose part of the batch it is; None: all of it is one process's. `together`: how it is shared.
     """
     import torch
 
@@ -35,8 +37,9 @@ def predict(
     from patrickstar.session.forecast import forecast
 
     which = None if which is None or which.size == 1 else which
-    rows = batch_size if which is None else batch_size // which.size
-    batch = as_batch(torch.zeros(rows, seq_len, dtype=torch.int64))
+    together = together or Together()
+    rows = batch_size if which is None else batch_size * together.size // which.size
+    batch = together.shard(as_batch(torch.zeros(rows, seq_len, dtype=torch.int64)))
     return forecast(model, batch, clip=clip, has=has, which=which, **manage_arguments(arguments))
 
 

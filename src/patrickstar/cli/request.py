@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from patrickstar.cli.configuration import Configuration
 from patrickstar.cli.model_source import ModelSource
+from patrickstar.cli.together import Together
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.settings import OptimizerSettings
 from patrickstar.optim.schedules import Rates, rates_of
@@ -50,13 +51,14 @@ class Request:
     """A request of the command line. Attributes are its flags, where nothing else is said.
 
     Attributes:
-        arguments: of `manage`. warmup: the schedule that flags ask for.
+        arguments: of `manage`. warmup: the schedule that flags ask for. together: how ranks share a batch.
     """
 
     source: ModelSource
     arguments: MemoryOptions
     configuration: Configuration | None
     warmup: WarmupSchedule
+    together: Together
 
     data: Sequence[str]
     batch_size: int

@@ -61,13 +61,15 @@ def run(request: Request, signals: StopSignals, world: World) -> int:
             )
             device = _device(request.arguments)
             own: dict[str, Any] = {**request.shape, "device": device, "rows": world.rows(request.batch_size)}
+            own["shard"] = request.together.shard
             batches = Batches(data.train, seed=request.seed, **own)
             validation = validation_batches(data.held_out, most=VALIDATION_BATCHES, **own)
         world.expect_alike(
             {"the text, the model or the flags": batches.state_dict(), "the checkpoints": resuming},
             "all ranks are given the same ones, and on every machine they are the same",
         )
-        log.write({"event": "start", "config": _config(request, data, world), **start_row(forecast)})
+        mesh = request.together.sizes or {"dp": world.size}
+        log.write({"event": "start", "mesh": mesh, "config": _config(request, data, world), **start_row(forecast)})
         beside = "" if world.size == 1 else f" a rank, {world.size} ranks"
         display.note(f"computes on {_name_of(request.arguments, device)}{beside}")
         parts: dict[str, Any] = {"log": log, "display": display, "signals": signals, "world": world}
@@ -96,7 +98,10 @@ def _foresee(request: Request, display: Display, world: World) -> tuple[Request,
     if arguments.disk is not None:
         expect_usable(arguments.disk)  # or the forecast would find too little memory
     which = RankOf(world.rank, world.size, world.local_size)
-    forecast = predict(model, **request.shape, clip=request.clip is not None, arguments=arguments, which=which)
+    together = request.together
+    together.begin(model, ranks=world.size)
+    asked: dict[str, Any] = {**request.shape, "clip": request.clip is not None, "arguments": arguments}
+    forecast = predict(model, **asked, which=which, together=together)
     if forecast.refused is not None:
         raise forecast.refused
     return replace(request, arguments=arguments), model, forecast

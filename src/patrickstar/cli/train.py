@@ -25,6 +25,7 @@ from patrickstar.cli.flags import (
 )
 from patrickstar.cli.model_source import ModelSource
 from patrickstar.cli.request import SCHEDULES, Request, WarmupSchedule
+from patrickstar.cli.together import Together, together_options
 from patrickstar.config.kinds import POSITIVE
 from patrickstar.config.problems import refuse
 from patrickstar.errors import ConfigError
@@ -51,6 +52,7 @@ from patrickstar.errors import ConfigError
 @clip_option
 @whole_number("--seed", 0, least=0, most=(1 << 63) - 1, says="Of weights, dropout and data order.")
 @memory_options
+@together_options
 @path("--checkpoint-dir", "DIR", says="Save here at the end, on Ctrl-C and on SIGTERM.")
 @whole_number("--save-every", says="And every so many steps.")
 @whole_number("--keep", 2, says="How many of the newest checkpoints stay.")
@@ -80,7 +82,13 @@ def train(invocation: Invocation, **given: Any) -> int:
         arguments = configuration.memory
         given |= configuration.flags
     steps, warmup = given["steps"], given["warmup"]
-    _check_together(given, ranks=world.size)
+    together = Together.of(given, ranks=world.size)
+    world.together = together.size
+    _check_together(given, ranks=world.size // together.size)
+    if given["compare_plain"] and together.flag:
+        raise ConfigError(
+            f"--compare-plain with {together.flag}: sums of several ranks have another order, and other bits"
+        )
     source = ModelSource.find(given["model"])
     if not given["resume"]:
         _check_unused(given["checkpoint_dir"])
@@ -93,6 +101,7 @@ def train(invocation: Invocation, **given: Any) -> int:
         "source": source,
         "arguments": arguments,
         "configuration": configuration,
+        "together": together,
         "warmup": WarmupSchedule(given["schedule"], min(100, steps // 10) if warmup is None else warmup, steps),
     }
     flags = {field.name: given[field.name] for field in fields(Request) if field.name not in parts}

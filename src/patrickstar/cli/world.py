@@ -26,11 +26,12 @@ class World(ExitStack):
 
     Attributes:
         rank, size: this one's place among them, and how many there are. joined: those that have joined; until then, this one.
+        together: how many work on one batch.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.rank, self.size = 0, 1
+        self.rank, self.size, self.together = 0, 1, 1
         dist = sys.modules.get("torch.distributed")  # importing it takes seconds, which most calls need not pay
         if dist is not None and dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -71,9 +72,10 @@ class World(ExitStack):
         return 1 if self.joined.collectives is None else self.joined.collectives.ranks.local_size
 
     def rows(self, batch_size: int, rank: int | None = None) -> slice:
-        """The rows of a batch of all ranks that are one rank's, in rank order; `None`: this one's."""
-        each, rank = batch_size // self.size, self.rank if rank is None else rank
-        return slice(each * rank, each * (rank + 1))
+        """The rows of a batch of all ranks that are one rank's and of those it works with, in rank order; `None`: this one's."""
+        each = batch_size * self.together // self.size
+        group = (self.rank if rank is None else rank) // self.together
+        return slice(each * group, each * (group + 1))
 
     def agree(self, value: T, what: str) -> list[T]:
         """The values of all ranks, in their order."""

@@ -18,7 +18,7 @@ from patrickstar.parallel.group import MeshGroup, digest
 from patrickstar.parallel.layouts import TokenLayout
 from patrickstar.parallel.ring import Ring
 from patrickstar.parallel.strips import Strips
-from patrickstar.parallel.swapped_heads import SwappedHeads, whole
+from patrickstar.parallel.swapped_heads import SwappedHeads
 from patrickstar.parallel.token_losses import mean_over, token_losses
 from patrickstar.parallel.transformer_models import is_parallelized, parallelize, refuse_unknown, release
 from patrickstar.parallel.verification import Verification, verify
@@ -50,7 +50,7 @@ class ContextParallel:
         ConfigError: all that is wrong with the arguments, before any collective. RankError: other ranks have others.
 
     Attributes:
-        name: of the mesh's dimension. size, rank: number of ranks, and the place of this one. method, layout, gradients: see above.
+        group: the ranks. size, rank: number of ranks, and the place of this one. method, layout, gradients: see above.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class ContextParallel:
         refuse(list(_problems(mesh, method, layout, gradients)), of="ContextParallel")
         self.method, self.gradients = method, gradients
         self.layout = layout or _LAYOUTS[method][0]
-        self._group = MeshGroup(mesh)
-        self.name, self.size, self.rank = self._group.name, self._group.size, self._group.rank
-        self._tokens = TokenLayout(self.layout, self._group.size)
+        self.group = MeshGroup(mesh)
+        self.size, self.rank = self.group.size, self.group.rank
+        self._tokens = TokenLayout(self.layout, self.group.size)
         self._gradient_scale = self.size if gradients == "mean" else 1
         self._seen: set[str] = set()
-        self._group.agree("ContextParallel", f"method {method!r}, layout {self.layout!r}, gradients {gradients!r}")
+        self.group.agree("ContextParallel", f"method {method!r}, layout {self.layout!r}, gradients {gradients!r}")
 
     def __deepcopy__(self, _: Any) -> ContextParallel:
         """The object itself: its ranks are not copied."""
@@ -122,7 +122,7 @@ class ContextParallel:
         """The whole of what ranks have parts of along `dim`, without gradients. `length`: without what comes after, padding for instance."""
         if self.size == 1:
             return tensor.narrow(dim, 0, tensor.shape[dim] if length is None else length)
-        parts = torch.cat(list(self._group.gather(tensor)), dim)
+        parts = torch.cat(list(self.group.gather(tensor)), dim)
         order = torch.cat([self._tokens.positions(rank, parts.shape[dim]) for rank in range(self.size)])
         parts = parts.index_select(dim, order.argsort().to(tensor.device))
         return parts if length is None else parts.narrow(dim, 0, length)
@@ -162,19 +162,19 @@ class ContextParallel:
         if segments is not None:
             segments = segments.to(torch.int32).expand(query.shape[0], -1).contiguous()
         if self.size == 1:
-            return whole(query, key, value, segments, attn_mask, is_causal, scale, dropout_p)
+            return SwappedHeads(self.group, is_causal, scale, dropout_p).whole(query, key, value, segments, attn_mask)
         shapes = [tuple(each.shape) for each in (query, key, value)]
         call = (
             f"{shapes}, {query.dtype}, {is_causal=}, {dropout_p=}, {scale=}, {segments is None=}, {attn_mask is None=}"
         )
         if call not in self._seen and not isinstance(query, FakeTensor):
             self._seen.add(call)
-            self._group.agree("attention", call)
+            self.group.agree("attention", call)
         if self.method == "ring":
-            return Ring(self._group, self._tokens, is_causal, scale)(query, key, value, segments)
+            return Ring(self.group, self._tokens, is_causal, scale)(query, key, value, segments)
         if self.method == "rsa":
-            return Strips(self._group, is_causal, scale, dropout_p)(query, key, value, segments, attn_mask)
-        return SwappedHeads(self._group, is_causal, scale, dropout_p)(query, key, value, segments)
+            return Strips(self.group, is_causal, scale, dropout_p)(query, key, value, segments, attn_mask)
+        return SwappedHeads(self.group, is_causal, scale, dropout_p)(query, key, value, segments)
 
     def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = IGNORED) -> torch.Tensor:
         """The mean cross-entropy of the valid tokens of the group: the whole's value, this rank's share of the gradient.
@@ -195,7 +195,7 @@ class ContextParallel:
         Args:
             values: one a token, of this rank's tokens. valid: booleans of the same shape. of: a number to divide their sum by, in place of theirs.
         """
-        return mean_over(values, valid, self._group, gradient_scale=self._gradient_scale, of=of)
+        return mean_over(values, valid, self.group, gradient_scale=self._gradient_scale, of=of)
 
     @torch.no_grad()
     def reduce_gradients(self, model: nn.Module) -> None:
@@ -205,12 +205,12 @@ class ContextParallel:
             return
         # A rank whose tokens do not reach a parameter has none, and takes part.
         has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
-        self._group.add_up(has)
+        self.group.add_up(has)
         for parameter, count in zip(parameters, has.tolist(), strict=True):
             if count:
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 total = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
-                self._group.add_up(total)
+                self.group.add_up(total)
                 parameter.grad = grad.copy_(total.div_(self._gradient_scale))
 
     def parallelize(self, model: Model) -> Model:
@@ -243,7 +243,7 @@ class ContextParallel:
     def _agree_on(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
         # Of shapes alone, nobody says anything.
         if self.size > 1 and not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
-            self._group.agree(what, ", ".join(f"{name} {digest(tensors[name])}" for name in sorted(tensors)))
+            self.group.agree(what, ", ".join(f"{name} {digest(tensors[name])}" for name in sorted(tensors)))
 
     def _attention_problems(
         self,

@@ -3,7 +3,7 @@
 Ring Self-Attention (RSA): arXiv 2105.13120, tables 1 to 3. Optimus: arXiv 2104.05343, table 1, and the arenas of its code.
 B batch, L tokens, H hidden, Z heads of size A (H = ZA), N or p = q x q ranks; u = B Z L/N A: elements of a rank's queries.
 
-Memory is in elements of one size; with Adam a parameter has four (itself, its gradient, two moments). No time follows from any of it.
+Memory is in elements of one size; with Adam a parameter has four (itself, its gradient, two optimizer states). No time follows from any of it.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def memory(
 
     "tensor": 1D tensor parallelism as in RSA's tables; with `recompute`, checkpoints are spread, and each rank has `LIVE` elements a token and
     feature of the layer that runs. "rsa": tables 1 and 2, all states on each rank. "ring": ours, blocks of scores that are not kept, and states cut
-    over the ranks. "optimus": the arenas of its code, every layer recomputed.
+    over the ranks. "optimus": the arenas of its code, with activation checkpointing of every layer.
 
     Args:
         vocabulary: of the embedding, whose states are counted. head: logits, and their gradient, are counted too.

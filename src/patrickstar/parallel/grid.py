@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from patrickstar.errors import ConfigError
+from patrickstar.parallel.group import SentBytes
 
 _LOOK: Final = timedelta(seconds=1)
 Look = Callable[[float, RuntimeError | None], None]
@@ -32,37 +33,50 @@ Place = tuple[int, int]
 class Line:
     """Ranks that share tensors: their group, their numbers in the whole program in order, and the place of this one.
 
-    `looks`: of sessions, at the ranks; who waits calls them every second, so that nobody waits for one that has failed.
+    Attributes:
+        sent: counts bytes. looks: of sessions, at the ranks; who waits calls them every second, so that nobody waits for one that has failed.
     """
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
     index: int
-    looks: list[Look] = field(default_factory=list, compare=False)
+    sent: SentBytes = field(compare=False)
+    looks: list[Look] = field(compare=False)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
 
     def broadcast(self, tensor: torch.Tensor, place: int) -> Callable[[], Any]:
         """Begins to give all what the rank at a place has; gives back what waits for it."""
-        if not tensor.numel() or len(self.ranks) == 1:  # an empty block is so on all ranks of the line
+        if not tensor.numel() or self.size == 1:  # an empty block is so on all ranks of the line
             return _nothing
+        self.sent.add(tensor, self.size - 1)
         return self._waits(dist.broadcast(tensor, src=self.ranks[place], group=self.group, async_op=True))
 
     def reduce(self, tensor: torch.Tensor, place: int) -> Callable[[], Any]:
         """Begins to sum a tensor over all, for the rank at a place; gives back what waits for it. Others' tensors have no meaning afterwards."""
-        if not tensor.numel() or len(self.ranks) == 1:
+        if not tensor.numel() or self.size == 1:
             return _nothing
+        self.sent.add(tensor, self.size - 1)
         return self._waits(dist.reduce(tensor, dst=self.ranks[place], group=self.group, async_op=True))
 
     def sum(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The sums of some tensors of one dtype over all ranks, by one call."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self._waits(dist.all_reduce(flat, group=self.group, async_op=True))()
+        self._all_reduce(flat, dist.ReduceOp.SUM)
         pieces = flat.split([tensor.numel() for tensor in tensors])
         return tuple(piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True))
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements' maxima over all ranks, in place."""
-        self._waits(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group, async_op=True))()
+        self._all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
+
+    def _all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
+        self.sent.add(tensor, 2 * (self.size - 1))
+        self._waits(dist.all_reduce(tensor, op=op, group=self.group, async_op=True))()
 
     def _waits(self, work: Any) -> Callable[[], Any]:
         """Gives back what waits for a work of torch."""
@@ -92,7 +106,12 @@ class Grid:
     q: int
     rows: Line
     cols: Line
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ("row", "col")
+
+    @property
+    def lines(self) -> dict[str, Line]:
+        """Both lines, by the name of the mesh's dimension."""
+        return dict(zip(self.names, (self.rows, self.cols), strict=True))
 
     @property
     def place(self) -> Place:
@@ -110,9 +129,11 @@ class Grid:
         assert coordinate is not None, "this rank is not of the mesh"
         i, j = coordinate
         looks: list[Look] = []
-        rows = Line(mesh.get_group(0), tuple(mesh.mesh[:, j].tolist()), i, looks)
-        cols = Line(mesh.get_group(1), tuple(mesh.mesh[i].tolist()), j, looks)
-        return cls(mesh.size(0), rows, cols, mesh.mesh_dim_names or ())
+        rows, cols = (
+            Line(mesh.get_group(dim), tuple(ranks.tolist()), index, SentBytes(len(ranks)), looks)
+            for dim, ranks, index in ((0, mesh.mesh[:, j], i), (1, mesh.mesh[i], j))
+        )
+        return cls(mesh.size(0), rows, cols, mesh.mesh_dim_names or ("row", "col"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Grid:
         return self  # a copied model is of the same ranks; groups cannot be copied

@@ -6,6 +6,7 @@ The group is apart from those of weights and gradients, so that a hop and a gath
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,9 +18,30 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from patrickstar.errors import RankError
-from patrickstar.torch_private import all_gather, all_to_all, reduce_scatter
+from patrickstar.torch_private import FakeTensor, all_gather, all_to_all, is_imagined, reduce_scatter
 
 _TIMEOUT: Final = timedelta(seconds=600)
+
+
+class SentBytes:
+    """Bytes that this rank hands to a process group of `size` ranks, counted as `traffic` does; those of fake tensors apart."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._n_times_bytes = size, {False: 0, True: 0}
+
+    @property
+    def total(self) -> int:
+        """Bytes that have been sent so far, rounded up."""
+        return math.ceil(self._n_times_bytes[False] / self._size)
+
+    @property
+    def imagined(self) -> int:
+        """Bytes of fake tensors, which nobody has sent, rounded up."""
+        return math.ceil(self._n_times_bytes[True] / self._size)
+
+    def add(self, tensor: torch.Tensor, nths: int) -> None:
+        """Notes so many n-ths of a tensor's bytes, for n ranks."""
+        self._n_times_bytes[isinstance(tensor, FakeTensor)] += nths * tensor.nbytes
 
 
 class MeshGroup:
@@ -34,6 +56,7 @@ class MeshGroup:
         if mesh is not None:
             self.name = (mesh.mesh_dim_names or ("cp",))[0]
             self.size, self.rank = mesh.size(), mesh.get_local_rank()
+        self.sent = SentBytes(self.size)
         self._agreed = 0
         if mesh is not None and self.size > 1:
             self._members = dist.get_process_group_ranks(mesh.get_group())
@@ -54,6 +77,7 @@ class MeshGroup:
         after, before = (self._members[(self.rank + way) % self.size] for way in (1, -1))
         ops = []
         for number, (mine, theirs) in enumerate(zip(tensors, into, strict=True)):
+            self.sent.add(mine, self.size)
             ops.append(dist.P2POp(dist.isend, mine, after, self._group, tag + number))
             ops.append(dist.P2POp(dist.irecv, theirs, before, self._group, tag + number))
         between = f"ranks {before} and {after}"
@@ -63,6 +87,7 @@ class MeshGroup:
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, [N, ...] in their order."""
         out = tensor.new_empty((self.size, *tensor.shape))
+        self.sent.add(tensor, self.size * (self.size - 1))
         with _named(str(self)):
             all_gather(self._group, out.view(-1), tensor.contiguous().view(-1)).wait()
         return out
@@ -70,6 +95,7 @@ class MeshGroup:
     def scatter_sum(self, pieces: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of this rank's piece of each [N, ...]."""
         out = torch.empty_like(pieces[0])
+        self.sent.add(pieces, self.size - 1)
         with _named(str(self)):
             reduce_scatter(self._group, out.view(-1), pieces.view(-1)).wait()
         return out
@@ -77,6 +103,7 @@ class MeshGroup:
     def exchange(self, pieces: torch.Tensor) -> torch.Tensor:
         """Pieces for this rank, [N, ...] in the order of the ranks that send them, of what each rank has for all."""
         out = torch.empty_like(pieces)
+        self.sent.add(pieces, self.size - 1)
         with _named(str(self)):
             all_to_all(self._group, out.view(-1), pieces.view(-1)).wait()
         return out
@@ -84,6 +111,7 @@ class MeshGroup:
     def add_up(self, tensor: torch.Tensor) -> None:
         """Has a tensor be the sum of all ranks' ones."""
         if self.size > 1:
+            self.sent.add(tensor, 2 * (self.size - 1))
             with _named(str(self)):
                 dist.all_reduce(tensor, group=self._group)
 
@@ -93,7 +121,7 @@ class MeshGroup:
         Raises:
             RankError: two ranks, and what each has; on all ranks alike.
         """
-        if self.size == 1:
+        if self.size == 1 or is_imagined(self._group):
             return
         self._agreed += 1
         keys = [f"{self._agreed}/{rank}" for rank in range(self.size)]

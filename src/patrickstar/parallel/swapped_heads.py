@@ -38,33 +38,37 @@ class SwappedHeads:
         )
         if segments is not None:
             segments = self.group.gather(segments).movedim(0, 1).flatten(1)
-        out = whole(q, k, v, segments, None, self.is_causal, self.scale, self.dropout)
-        return _Swap.apply(out, self.group, False)
+        return _Swap.apply(self.whole(q, k, v, segments), self.group, False)
 
-
-def whole(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    segments: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    scale: float,
-    dropout: float,
-) -> torch.Tensor:
-    """Attention of all tokens of a sequence, on one rank."""
-    if segments is not None and mask is None and not dropout:  # a ring of one keeps no mask for backward
-        return Ring(MeshGroup(None), TokenLayout("contiguous", 1), is_causal, scale)(query, key, value, segments)
-    if segments is not None or (is_causal and mask is not None):
-        seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-        if segments is not None:
-            seen = (segments[:, :, None] == segments[:, None, :]).unsqueeze(1)
-        seen = seen.tril() if is_causal else seen
-        mask = seen if mask is None else mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
-    is_grouped = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(
-        query, key, value, mask, dropout, is_causal and mask is None, scale=scale, enable_gqa=is_grouped
-    )
+    def whole(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        segments: torch.Tensor | None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The output of attention to all tokens, which this rank has."""
+        if segments is not None and mask is None and not self.dropout:  # a ring of one keeps no mask for backward
+            alone = MeshGroup(None)
+            return Ring(alone, TokenLayout("contiguous", 1), self.is_causal, self.scale)(query, key, value, segments)
+        if segments is not None or (self.is_causal and mask is not None):
+            seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+            if segments is not None:
+                seen = (segments[:, :, None] == segments[:, None, :]).unsqueeze(1)
+            seen = seen.tril() if self.is_causal else seen
+            mask = (
+                seen
+                if mask is None
+                else mask & seen
+                if mask.dtype == torch.bool
+                else mask.masked_fill(~seen, -math.inf)
+            )
+        return F.scaled_dot_product_attention(
+            *(query, key, value, mask, self.dropout, self.is_causal and mask is None),
+            scale=self.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
 
 
 class _Swap(torch.autograd.Function):

@@ -144,7 +144,9 @@ class Tensor2D:
             raise ConfigError(
                 f"a batch of {tensor.shape[0]} over {self.size} rows of ranks: each row of the mesh takes one at least"
             )
-        return piece(tensor, 0, self.grid.rows.index, self.size)
+        return tensor.tensor_split(self.size)[
+            self.grid.rows.index
+        ]  # as even as can be: a row without any would have nothing to do
 
     def _gathered(self, tensor: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
         own = torch.zeros(self.size, dtype=torch.int64, device=tensor.device)
@@ -174,14 +176,19 @@ def _replace(model: nn.Module, found: Sequence[Placed], grid: Grid) -> None:
 
 def _take_blocks(grid: Grid) -> TakeBlock:
     """Makes blocks of parameters, one of each, however many modules have it."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    made: dict[nn.Parameter, tuple[nn.Parameter, Cut]] = {}
 
     def take(parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
         if parameter not in made:
             recorder = deferred_by(parameter)
             whole = parameter.detach() if recorder is None else recorder.value(parameter)
-            made[parameter] = nn.Parameter(cut.block(whole, grid), requires_grad=parameter.requires_grad)
-        return made[parameter]
+            made[parameter] = nn.Parameter(cut.block(whole, grid), requires_grad=parameter.requires_grad), cut
+        block, as_cut = made[parameter]
+        if as_cut != cut:
+            raise ConfigError(
+                f"a parameter {list(cut.shape)} of several modules would be cut in two ways: {as_cut}, {cut}; plan= them alike"
+            )
+        return block
 
     return take
 

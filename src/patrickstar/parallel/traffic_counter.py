@@ -86,7 +86,8 @@ def traffic(mesh: DeviceMesh | None = None) -> Traffic:
             loss.backward()
         seen.sent["cp"], seen.calls["cp"]
 
-    Groups are named by the dimension of the mesh that they were made for. Those of no mesh have their own description (`default_pg`).
+    Groups are named by the dimension of the mesh that they were made for. Those of no mesh have their own description (`default_pg`). Weights and
+    gradients of a session are sent by a thread of its own, which is not seen here: `stats().moved["ranks"]` has those.
 
     Args:
         mesh: names for groups that were not made for it: a mesh of one dimension has the default group where it has all ranks.

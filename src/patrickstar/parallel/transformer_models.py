@@ -18,6 +18,7 @@ from patrickstar.config.problems import refuse
 from patrickstar.errors import ConfigError, StateError
 from patrickstar.hooks import Watched, watch_arguments
 from patrickstar.parallel.cut_batches import IGNORED, TOKENS
+from patrickstar.parallel.group import MeshGroup
 from patrickstar.parallel.token_losses import token_losses
 
 _MORE_THAN_CAUSAL: Final = ("sliding_window", "softcap", "s_aux", "position_bias")
@@ -178,14 +179,14 @@ def is_parallelized(model: nn.Module, over: Any) -> bool:
     return ours is not None and ours.over is over
 
 
-def works_together_over(model: nn.Module) -> dict[str, int]:
-    """Sizes of the mesh dimensions over which ranks have parts of one batch, by name. ConfigError: gradients are for others to average."""
+def works_together_over(model: nn.Module) -> dict[str, MeshGroup]:
+    """The ranks that have parts of one batch, by the mesh's dimension. ConfigError: gradients are for others to average."""
     ours = _of(model)
     if ours is None:
         return {}
     if ours.over.gradients == "mean":
         refuse(['gradients="mean" is for DDP and FSDP2, which average: leave it out under manage()'], of="manage")
-    return {ours.over.name: ours.over.size}
+    return {ours.over.group.name: ours.over.group}
 
 
 def _of(model: nn.Module) -> Parallelized | None:

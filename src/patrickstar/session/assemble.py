@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,6 +26,8 @@ from patrickstar.memory.filesystem import expect_usable
 from patrickstar.memory.links import MakeLane
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.user_optimizer import check_optimizer
+from patrickstar.parallel.grid import Line
+from patrickstar.parallel.group import MeshGroup
 from patrickstar.parallel.tensor_2d import cuts_of, grid_of
 from patrickstar.parallel.transformer_models import works_together_over
 from patrickstar.parameters.bound import names_by_id
@@ -44,6 +47,7 @@ from patrickstar.session.parts import Parts
 from patrickstar.session.scaler import LossScaler
 from patrickstar.session.session import Session
 from patrickstar.session.start import Setup, set_up
+from patrickstar.session.step_bytes import StepBytes
 from patrickstar.step.budgets import find_resources
 from patrickstar.step.mesh_ranks import MeshRanks
 from patrickstar.step.resources import bound_kernels, uncounted_settings
@@ -69,13 +73,15 @@ def assemble(
         what `manage` raises: model and optimizer are then as before.
     """
     grid = grid_of(model)
-    of_blocks = {} if grid is None else dict.fromkeys(grid.names or ("row", "col"), grid.q)
-    makers = ranks_of(memory.mesh, works_together_over(model) | of_blocks)
+    groups: dict[str, MeshGroup | Line] = {**works_together_over(model), **({} if grid is None else grid.lines)}
+    makers = ranks_of(memory.mesh, {name: group.size for name, group in groups.items()})
     # First of all: the others hear of whatever this rank refuses.
     made = [make and Collectives(make(), timeout_s=memory.options.collective_timeout) for make in makers]
     collectives, everyone = made
     try:
-        return _assembled(model, optimizer, memory, collectives, everyone, make_lane=make_lane, choice=choice)
+        return _assembled(
+            model, optimizer, memory, collectives, everyone, groups=groups, make_lane=make_lane, choice=choice
+        )
     except BaseException as error:
         there = [one for one in made if one is not None]
         for one in there:
@@ -92,6 +98,7 @@ def _assembled(
     collectives: Collectives | None,
     everyone: Collectives | None,
     *,
+    groups: Mapping[str, MeshGroup | Line],
     make_lane: MakeLane | None,
     choice: UpdateChoice,
 ) -> Session:
@@ -132,10 +139,14 @@ def _assembled(
     try:
         if collectives is not None:
             expect_alike(named, optimizer, setup, collectives)
+        counters = {name: partial(getattr, group.sent, "total") for name, group in groups.items()}
+        if collectives is not None:
+            counters["dp"] = partial(getattr, collectives, "sent_bytes")
         make_mesh = None if everyone is None else _mesh(model, named, optimizer, setup, everyone)
         parts = build_step(
             model, named, optimizer, setup, store, choice=choice, collectives=collectives, make_mesh=make_mesh
         )
+        parts = replace(parts, sent=StepBytes(counters))
         return _begin(parts, optimizer, setup, source)
     except BaseException:
         store.close()

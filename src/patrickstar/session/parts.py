@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -16,6 +16,7 @@ from patrickstar.optim.state import State
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.session.mesh_tensors import MeshTensors
+from patrickstar.session.step_bytes import StepBytes
 from patrickstar.step.events import Events, expect_own_parameters
 from patrickstar.step.executor import Executor
 from patrickstar.step.gradients import Gradients
@@ -32,6 +33,7 @@ class Parts:
     Attributes:
         gradients: those in chunks. whole: the parameters as long as they keep their bytes.
         collectives: of the ranks that share the model, where there are several. mesh: of a model whose parameters are blocks.
+        sent: what is handed to process groups, step by step.
         host_budget_bytes: what chunks and tensors may take of the host, where the user gave a bound, or None.
     """
 
@@ -49,6 +51,7 @@ class Parts:
     host_budget_bytes: int | None
     collectives: Collectives | None = None
     mesh: MeshTensors | None = None
+    sent: StepBytes = field(default_factory=StepBytes)
 
     @property
     def everyone(self) -> Collectives | None:

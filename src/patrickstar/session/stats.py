@@ -21,6 +21,9 @@ class Stats:
     moved: Mapping[str, int]
     """Bytes transferred over each link; "ranks": weights and gradients handed to other ranks."""
 
+    sent: Mapping[str, int]
+    """Bytes handed to process groups in the last step, by mesh dimension; "dp": weights and gradients, and what ranks agree on is left out."""
+
     model_data: Mapping[str, int]
     """Bytes of model states by plane, on whichever tier, each counted once."""
 
@@ -91,6 +94,7 @@ def gather_stats(parts: Parts) -> Stats:
             **{link: ledger.moved(link) for link in LINKS},
             "ranks": sum(one.sent_bytes for one in parts.all_collectives),
         },
+        sent=dict(parts.sent.last),
         model_data=model_data,
         steps=counts.steps,
         planned_steps=counts.planned,

@@ -1,0 +1,156 @@
+"""Ranks that work on one batch together, as flags of the command line ask for it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+from patrickstar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from patrickstar.cli.batches import Batch
+
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+METHODS: Final = ("ring", "rsa", "ulysses")
+
+
+@dataclass(slots=True)
+class Together:
+    """How ranks share one batch. A mesh of the rest of the world, `dp`, and of these, once they have begun.
+
+    Attributes:
+        context: `--context-parallel`. method: `--sequence-method`. q: of `--tensor-2d` QxQ.
+    """
+
+    context: int = 1
+    method: str = METHODS[0]
+    q: int = 1
+    mesh: DeviceMesh | None = field(default=None, init=False)
+    shard: Callable[[Batch], Batch] = field(default=lambda batch: batch, init=False)
+
+    @classmethod
+    def of(cls, given: dict[str, Any], *, ranks: int | None) -> Together:
+        """What flags ask for. ConfigError: it cannot be done together, or not by so many ranks; None: as many as it takes."""
+        found = cls(given["context_parallel"], given["sequence_method"], given["tensor_2d"])
+        if found.context > 1 and found.q > 1:
+            raise ConfigError("--context-parallel and --tensor-2d in one run come later: give one of them")
+        if ranks is not None and ranks % found.size:
+            raise ConfigError(f"{found.flag}: {found.size} ranks work on a batch together, and there are {ranks}")
+        return found
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that share a batch."""
+        return self.context * self.q**2
+
+    @property
+    def multiple(self) -> int:
+        """Number by which lengths are divisible that are not padded."""
+        return self.context * (2 if self.method == METHODS[0] else 1)
+
+    @property
+    def flag(self) -> str:
+        """The flag that asks for more than one, as it was given; empty where none does."""
+        by_context = f"--context-parallel {self.context}" if self.context > 1 else ""
+        return f"--tensor-2d {self.q}x{self.q}" if self.q > 1 else by_context
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the mesh's dimensions, by name."""
+        names = () if self.mesh is None else self.mesh.mesh_dim_names or ()
+        return {name: self.mesh.size(dim) for dim, name in enumerate(names) if self.mesh is not None}
+
+    def begin(self, model: nn.Module, *, ranks: int) -> None:
+        """Has a model be this rank's part of what works together. All ranks do it, once there is a process group."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from patrickstar.parallel import ContextParallel, Tensor2D
+
+        rest = ranks // self.size
+        if self.q > 1:
+            self.mesh = init_device_mesh("cpu", (rest, self.q, self.q), mesh_dim_names=("dp", "row", "col"))
+            blocks = Tensor2D(self.mesh["row", "col"])
+            blocks.parallelize(model)
+            self.shard = blocks.shard
+        elif self.context > 1:
+            self.mesh = init_device_mesh("cpu", (rest, self.context), mesh_dim_names=("dp", "cp"))
+            tokens = ContextParallel(self.mesh["cp"], self.method)  # type: ignore[arg-type]  # of METHODS
+            tokens.parallelize(model)
+            self.shard = tokens.shard
+
+    @contextmanager
+    def imagined(self, model: nn.Module, *, ranks: int) -> Iterator[None]:
+        """A context in which a model works together with ranks that are not there."""
+        if not self.flag:
+            yield
+            return
+        from patrickstar.torch_private import imagined_ranks
+
+        with imagined_ranks(ranks):
+            self.begin(model, ranks=ranks)
+            yield
+
+    def sent(self, model: nn.Module, batch_size: int, seq_len: int) -> dict[str, int]:
+        """Bytes that a rank sends to those it works with in a forward and backward of a batch, by mesh dimension. Nothing is computed."""
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        from patrickstar.cli.batches import as_batch
+        from patrickstar.parallel.transformer_models import works_together_over
+
+        groups = works_together_over(model)
+        before = {name: group.sent.imagined for name, group in groups.items()}
+        twin = copy.deepcopy(model)
+        batch = self.shard(as_batch(torch.zeros(batch_size, seq_len, dtype=torch.int64)))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            twin.to_empty(device="cpu")
+            twin(**batch).loss.backward()
+        return {name: group.sent.imagined - before[name] for name, group in groups.items()}
+
+
+def largest(fits: Callable[[int], bool], start: int, *, of: int, most: int | None = None) -> int:
+    """The largest multiple of a number that fits, to within a sixty-fourth, and not above `most`; 0 where none does. `start`: is tried first."""
+    low, high = 0, -(-start // of) * of
+    while (most is None or high <= most) and fits(high):
+        low, high = high, 2 * high
+    if most is not None:
+        high = min(high, most // of * of + of)
+    while high - low > max(of, low // 64 // of * of):
+        middle = (low + high) // 2 // of * of
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+class Square(click.ParamType[int]):
+    """`QxQ`, which is q."""
+
+    name = "QxQ"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number of rows, and of columns."""
+        if isinstance(value, int):
+            return value
+        rows, _, columns = value.partition("x")
+        if rows != columns or not rows.isdigit() or int(rows) < 1:
+            self.fail(f"{value!r} is no square, such as 2x2", param, ctx)
+        return int(rows)
+
+
+def together_options(verb: Verb) -> Verb:
+    """The flags."""
+    kind = click.IntRange(min=1)
+    for option in (
+        click.option("--tensor-2d", type=Square(), default=1, help="Cut every matrix into blocks over so many ranks."),
+        click.option("--sequence-method", type=click.Choice(METHODS), default=METHODS[0], show_default=True),
+        click.option("--context-parallel", type=kind, metavar="N", default=1, help="Cut sequences over N ranks."),
+    ):
+        verb = option(verb)
+    return verb
