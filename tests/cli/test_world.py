@@ -162,13 +162,13 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(two: Team, runs: Run
     [
         (["--batch-size", 3], 2, "--batch-size 3 over 2 ranks: it is of all of them together; give a multiple of 2"),
         (["--batch-size", 2, "--seq-len", 65], 2, "--seq-len 65: this model has 64 positions"),
+        (["--batch-size", 2, "--host-memory", "40KiB"], 3, "what fits is for the 2 ranks of a machine"),
+        (["--batch-size", 2, "--data", "text-of-RANK.txt"], 2, "of rank 1 and of rank 0 differ"),
+        (["--batch-size", 2, "--data", "only-of-RANK.txt"], 2, "only-of-1.txt: no such file"),
         (["--context-parallel", 3], 2, "--context-parallel 3: 3 ranks work on a batch together, and there are 2"),
         (["--tensor-2d", "2x2"], 2, "--tensor-2d 2x2: 4 ranks work on a batch together, and there are 2"),
         (["--tensor-2d", "2x2", "--context-parallel", 2], 2, "in one run come later"),
         (["--context-parallel", 2, "--compare-plain"], 2, "sums of several ranks have another order"),
-        (["--batch-size", 2, "--host-memory", "40KiB"], 3, "what fits is for the 2 ranks of a machine"),
-        (["--batch-size", 2, "--data", "text-of-RANK.txt"], 2, "of rank 1 and of rank 0 differ"),
-        (["--batch-size", 2, "--data", "only-of-RANK.txt"], 2, "only-of-1.txt: no such file"),
     ],
 )
 def test_an_error_is_said_once_and_all_ranks_end_alike(

@@ -256,7 +256,7 @@ RANKS: tuple[Mutant, ...] = (
     Fault("ranks may begin from different files", "session.loading:Loading.prepare").by(
         always("is_shared", nth=1), f"{SAVED}::test_ranks_begin_from_the_weights_of_files_that_all_have"
     ),
-    Fault("all ranks have the first rows of a batch", "cli.world:World.rows").by(replace("each * rank", "0"), ROWS),
+    Fault("all ranks have the first rows of a batch", "cli.world:World.rows").by(replace("each * group", "0"), ROWS),
     Fault("the log has the loss of one rank", "cli.world:World.mean").by(returns("value"), ROWS),
     Fault("all ranks say an error", "cli.world:World.tells").by(
         returns("True", nth=2), f"{ENDS}[arguments2-3-what fits is for the 2 ranks of a machine]"
