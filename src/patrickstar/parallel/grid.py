@@ -139,7 +139,7 @@ class Grid:
         return self  # a copied model is of the same ranks; groups cannot be copied
 
 
-class Tile(NamedTuple):
+class BlockTile(NamedTuple):
     """A part of a tensor: the first place whose block has it, and where it lies in the block."""
 
     place: Place
@@ -175,14 +175,14 @@ class Cut:
         i, j = place
         return 0 if self.rows is None else i, 0 if self.cols is None else j
 
-    def strips(self, q: int, numel: int) -> Iterator[list[Tile]]:
+    def strips(self, q: int, numel: int) -> Iterator[list[BlockTile]]:
         """The whole, of which other dimensions than the first count as one, by tiles: some rows of about so many elements, from left to right."""
         most = max(1, numel // max(1, math.prod(self.shape[1:])))
         for row, first, size in self._pieces(0, q):
             for start in range(first, first + size, most):
                 rows = slice(start, min(start + most, first + size))
                 yield [
-                    Tile(
+                    BlockTile(
                         (column, row) if self.cols == 0 or self.rows == 1 else (row, column),
                         rows,
                         slice(at, at + width),

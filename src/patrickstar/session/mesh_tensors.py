@@ -11,7 +11,7 @@ from torch import Tensor
 
 from patrickstar.core.planes import WEIGHT
 from patrickstar.errors import ConfigError
-from patrickstar.parallel.grid import Cut, Grid, Tile
+from patrickstar.parallel.grid import Cut, Grid, BlockTile
 from patrickstar.step.mesh_ranks import MeshRanks
 from patrickstar.step.values import Weights, put_together
 
@@ -62,7 +62,7 @@ class MeshTensors:
         return block
 
     def own(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's block of a whole parameter. ConfigError: no such parameter, or another shape."""
+        """The block of a whole parameter that is this rank's. ConfigError: no such parameter, or another shape."""
         if name not in self.cuts or tuple(whole.shape) != self.shape(name):
             expected = self.shape(name) if name in self.cuts else "not there"
             raise ConfigError(
@@ -95,7 +95,7 @@ class MeshTensors:
                 yield torch.cat(taken, 1).view(-1)
 
     def block(self, name: str, read: Callable[[Tensor, int], object]) -> Tensor:
-        """This rank's block, from what `read` writes: elements of the whole from one on, into a 1-D tensor."""
+        """The block that is this rank's, from what `read` writes: elements of the whole from one on, into a 1-D tensor."""
         cut, at = self.cuts[name], 0
         block = torch.empty(self.weights.binding.by_name[name].shape_only.shape, device="cpu")
         for tiles in cut.strips(self.grid.q, _STRIP_NUMEL):
@@ -110,9 +110,9 @@ class MeshTensors:
         return block
 
 
-def _numel(tile: Tile) -> int:
+def _numel(tile: BlockTile) -> int:
     return (tile.rows.stop - tile.rows.start) * (tile.columns.stop - tile.columns.start)
 
 
-def _of(rows: Tensor, tile: Tile) -> Tensor:
+def _of(rows: Tensor, tile: BlockTile) -> Tensor:
     return rows[tile.rows, tile.columns]
