@@ -11,7 +11,7 @@ from torch import Tensor
 
 from patrickstar.core.planes import WEIGHT
 from patrickstar.errors import ConfigError
-from patrickstar.parallel.grid import Cut, Grid, BlockTile
+from patrickstar.parallel.grid import BlockTile, Cut, Grid
 from patrickstar.step.mesh_ranks import MeshRanks
 from patrickstar.step.values import Weights, put_together
 
