@@ -20,7 +20,7 @@ ALONE = "tests/parallel/test_summa.py::test_a_mesh_of_one_rank_changes_no_bit"
 COSTS = "tests/parallel/test_costs.py"
 MANAGED = "tests/session/test_blocks_2d.py"
 TRAINED = f"{MANAGED}::test_blocks_train_as_one_process_with_the_same_bits_under_any_budget[gpt2]"
-SAVED = f"{MANAGED}::test_checkpoints_go_from_blocks_to_one_process_and_back[gpt2]"
+SAVED = f"{MANAGED}::test_checkpoints_go_from_blocks_to_one_process_and_back[gpt2-1]"
 FAILED = f"{MANAGED}::test_what_fails_on_one_rank_in_saving_and_loading_is_an_error_on_all_and_they_go_on"
 
 BLOCKS_2D: tuple[Mutant, ...] = (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,8 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import patrickstar
 from patrickstar.checkpoint.find import open_step
+from patrickstar.comm.ranks import ranks_of
 from patrickstar.errors import CheckpointError, DeviceError, RankError
 from patrickstar.parallel import Tensor2D, traffic
+from patrickstar.parallel.grid import Cut, Grid, Line
+from patrickstar.parallel.group import SentBytes
+from patrickstar.step.mesh_ranks import MeshRanks
 from tests.parallel.programs_of_2d import batch_of, gpt2, llama
 from tests.ranks import Ended, Team, Teams, all_well, kill_me, team
 from tests.session.test_rank_checkpoints import caught, spoil
@@ -181,6 +187,26 @@ def test_an_overflow_in_one_block_skips_the_step_on_all_ranks(four: Team) -> Non
         assert all(torch.equal(answer["weights"][name], value) for name, value in first["weights"].items())
 
 
+CUTS = [Cut((7, 10), 0, 1), Cut((10, 7), 1, 0), Cut((5, 36), 0, 1, 3), Cut((36, 4), 1, 0, 3), Cut((7,), None, 0)]
+CUTS += [Cut((36,), None, 0, 3), Cut((6, 7), None, 1), Cut((4, 4), 0, 1)]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("q", [1, 2, 3])
+def test_strips_have_all_elements_of_a_whole_in_order(q: int, cut: Cut) -> None:
+    """Of sizes that do not divide, blocks that are empty, and of few rows at a time."""
+    whole, none = torch.arange(math.prod(cut.shape)).view(cut.shape), (SentBytes(q), [])
+    lines: list[Any] = [Line(cast("Any", None), tuple(range(q)), index, *none) for index in range(q)]
+    grids = {(i, j): Grid(q, lines[i], lines[j]) for i in range(q) for j in range(q)}
+    blocks = {place: cut.block(whole, grid) for place, grid in grids.items()}
+    for numel in (1, 12, 1000):
+        strips = list(cut.strips(q, numel))
+        found = [torch.cat([tile.of(blocks[tile.place]) for tile in tiles], 1).view(-1) for tiles in strips]
+        assert torch.equal(torch.cat(found), whole.view(-1))
+        assert max(map(len, found)) <= max(numel, math.prod(cut.shape[1:]))
+    assert all(torch.equal(blocks[cut.first(place)], block) for place, block in blocks.items())
+
+
 # checkpoints and exports, whole tensors on any mesh or none
 
 
@@ -194,10 +220,10 @@ def later(rank: int, name: str) -> list[dict[str, Tensor]]:
     return [of_all[0] for of_all in batches(1)[2:4]]
 
 
-def save(rank: int, name: str, path: Path) -> dict[str, Any]:
+def save(rank: int, name: str, groups: int, path: Path) -> dict[str, Any]:
     """Steps, a checkpoint and an export where chunks move; then more steps."""
-    memory = {"device": "emulated", "device_memory": TIGHT[name], "host_memory": "64MiB"}
-    with managed(name, **memory) as (tp, model, session):
+    memory = {"device": "emulated", "device_memory": TIGHT[name] if groups == 1 else "180KiB", "host_memory": "64MiB"}
+    with managed(name, groups, **memory) as (tp, model, session):
         steps(tp, model, session, [of_all[0] for of_all in batches(1)[:2]])
         assert session.save_checkpoint(path / "grid", extra={"of": rank}) == path / "grid" / "step-00000002"
         session.export(path / "export", max_shard_size=20_000)
@@ -205,9 +231,9 @@ def save(rank: int, name: str, path: Path) -> dict[str, Any]:
         return steps(tp, model, session, later(rank, name)) | {"weights": weights}
 
 
-def load(rank: int, name: str, path: Path) -> dict[str, Any]:
+def load(rank: int, name: str, groups: int, path: Path) -> dict[str, Any]:
     """The checkpoint of one process in blocks, and once more from there; whole weights that are written come in, too."""
-    with managed(name, seed=3) as (tp, model, session):
+    with managed(name, groups, seed=3) as (tp, model, session):
         assert session.load_checkpoint(path / "one") == {"of": 0}
         weights = whole_states(session)
         session.load_state_dict({name: value + 1 for name, value in weights.items()})
@@ -218,9 +244,16 @@ def load(rank: int, name: str, path: Path) -> dict[str, Any]:
         return found | {"weights": weights, "changed": all(torch.equal(changed[n], v + 1) for n, v in weights.items())}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_checkpoints_go_from_blocks_to_one_process_and_back(four: Team, name: str, tmp_path: Path) -> None:
-    saved = all_well(four.run(save, name, tmp_path))
+SAVED = [("gpt2", 1), *(pytest.param(*case, marks=pytest.mark.campaign) for case in (("llama", 1), ("gpt2", 2)))]
+
+
+@pytest.mark.parametrize(("name", "groups"), SAVED)
+def test_checkpoints_go_from_blocks_to_one_process_and_back(
+    team_of: Teams, name: str, groups: int, tmp_path: Path
+) -> None:
+    """Of several grids, all with the same batches."""
+    ranks = team_of(4 * groups)
+    saved = all_well(ranks.run(save, name, groups, tmp_path))
     weights, tensors, model = saved[0]["weights"], tensors_in(tmp_path / "grid"), build(name, 7)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with patrickstar.manage(model, optimizer, device="cpu", precision="fp32") as session:
@@ -234,7 +267,7 @@ def test_checkpoints_go_from_blocks_to_one_process_and_back(four: Team, name: st
             session.optimizer.step()
             session.optimizer.zero_grad()
             assert loss.item() == pytest.approx(wanted, abs=2e-5)
-    loaded = all_well(four.run(load, name, tmp_path))
+    loaded = all_well(ranks.run(load, name, groups, tmp_path))
     assert len(tensors) == 3 * len(list(model.parameters()))
     for other in map(tensors_in, (tmp_path / "one", tmp_path / "again")):
         assert tensors.keys() == other.keys()
@@ -337,11 +370,15 @@ def refusals(rank: int) -> list[str]:
         model = build_one()
         optimizer = torch.optim.AdamW(model.parameters())
         said.append(str(caught(lambda: patrickstar.manage(model, optimizer, mesh=given, device="cpu", **more))))
-    return said
+    both: Any = SimpleNamespace(mesh=torch.arange(8).view(1, 2, 2, 2), mesh_dim_names=("dp", "cp", "row", "col"))
+    both.get_coordinate = lambda: (0, 0, 0, 0)
+    two: Any = SimpleNamespace(agree=lambda *_: [(0, 0), (0, 1)] * 2)  # ranks of two grids
+    said.append(str(caught(lambda: ranks_of(both, {"row": 2, "col": 2}))))
+    return [*said, str(caught(lambda: MeshRanks.meet(two, (0, 0), 2, ())))]
 
 
 def test_meshes_that_are_not_those_of_the_blocks_are_refused(four: Team) -> None:
-    for without, part, whole, other, in_backward, weights in all_well(four.run(refusals)):
+    for without, part, whole, other, in_backward, weights, both, two in all_well(four.run(refusals)):
         for text in (without, part):
             assert 'works together over "row", 2 ranks' in text
             assert 'works together over "col", 2 ranks' in text
@@ -349,3 +386,5 @@ def test_meshes_that_are_not_those_of_the_blocks_are_refused(four: Team) -> None
         assert 'works together over "row", 2 ranks' in other
         assert 'step="in_backward" over 4 ranks comes later' in in_backward
         assert "weights= of blocks over 4 ranks comes later" in weights
+        assert '"cp" comes later' in both
+        assert "give manage() the mesh of Tensor2D" in two

@@ -146,6 +146,20 @@ class BlockTile(NamedTuple):
     rows: slice
     columns: slice
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of rows and columns."""
+        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def of(self, block: torch.Tensor) -> torch.Tensor:
+        """A view of what of a block it is."""
+        return block.view(len(block), math.prod(block.shape[1:]))[self.rows, self.columns]
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from patrickstar.core.planes import WEIGHT
 from patrickstar.errors import ConfigError
-from patrickstar.parallel.grid import BlockTile, Cut, Grid
+from patrickstar.parallel.grid import Cut, Grid
 from patrickstar.step.mesh_ranks import MeshRanks
 from patrickstar.step.values import Weights, put_together
 
@@ -72,14 +72,14 @@ class MeshTensors:
 
     def strips(self, name: str, block: Tensor) -> Iterator[Tensor]:
         """The elements of a whole in order, in 1-D pieces. All ranks ask for all of them, each with its block, or its part of one (`whole`)."""
-        ranks, rows = self.ranks, block.view(len(block), -1)
+        ranks, size = self.ranks, len(self.ranks.places)
         for number, tiles in enumerate(self.cuts[name].strips(self.grid.q, _STRIP_NUMEL)):
             places = dict.fromkeys(tile.place for tile in tiles)
-            numel = {place: sum(_numel(tile) for tile in tiles if tile.place == place) for place in places}
+            numel = {place: sum(tile.numel for tile in tiles if tile.place == place) for place in places}
             mine = torch.zeros(max(numel.values()), device="cpu")
-            with self.weights.executor.room.making((ranks.size + 1) * mine.nbytes):
-                put_together(mine, (_of(rows, tile).reshape(-1) for tile in tiles if tile.place == self.grid.place))
-                of_all = torch.empty(ranks.size, len(mine), device="cpu")
+            with self.weights.executor.room.making((size + 1) * mine.nbytes):
+                put_together(mine, (tile.of(block).reshape(-1) for tile in tiles if tile.place == self.grid.place))
+                of_all = torch.empty(size, len(mine), device="cpu")
                 ranks.collectives.gather(of_all.view(-1), mine, f"strip {number} of {name}").wait()
                 left = {}
                 for place in places:
@@ -90,8 +90,8 @@ class MeshTensors:
                     left[place] = reduce(torch.bitwise_or, parts).view(torch.float32)
                 taken = []
                 for tile in tiles:
-                    values, left[tile.place] = left[tile.place].tensor_split([_numel(tile)])
-                    taken.append(values.view(tile.rows.stop - tile.rows.start, -1))
+                    values, left[tile.place] = left[tile.place].tensor_split([tile.numel])
+                    taken.append(values.view(tile.shape))
                 yield torch.cat(taken, 1).view(-1)
 
     def block(self, name: str, read: Callable[[Tensor, int], object]) -> Tensor:
@@ -99,20 +99,12 @@ class MeshTensors:
         cut, at = self.cuts[name], 0
         block = torch.empty(self.weights.binding.by_name[name].shape_only.shape, device="cpu")
         for tiles in cut.strips(self.grid.q, _STRIP_NUMEL):
-            strip = torch.empty(sum(map(_numel, tiles)), device="cpu")
+            strip = torch.empty(sum(tile.numel for tile in tiles), device="cpu")
             if any(tile.place == cut.first(self.grid.place) for tile in tiles):
                 read(strip, at)
             at += len(strip)
-            widths = [tile.columns.stop - tile.columns.start for tile in tiles]
+            widths = [tile.shape[1] for tile in tiles]
             for tile, values in zip(tiles, strip.view(-1, sum(widths)).split(widths, 1), strict=True):
                 if tile.place == cut.first(self.grid.place):
-                    _of(block.view(len(block), -1), tile).copy_(values)
+                    tile.of(block).copy_(values)
         return block
-
-
-def _numel(tile: BlockTile) -> int:
-    return (tile.rows.stop - tile.rows.start) * (tile.columns.stop - tile.columns.start)
-
-
-def _of(rows: Tensor, tile: BlockTile) -> Tensor:
-    return rows[tile.rows, tile.columns]

@@ -92,7 +92,7 @@ def gather_stats(parts: Parts) -> Stats:
         peak={tier.label: ledger.peak(tier) for tier in Tier},
         moved={
             **{link: ledger.moved(link) for link in LINKS},
-            "ranks": sum(one.sent_bytes for one in parts.all_collectives),
+            "ranks": 0 if parts.collectives is None else parts.collectives.sent_bytes,
         },
         sent=dict(parts.sent.last),
         model_data=model_data,

@@ -39,11 +39,6 @@ class MeshRanks:
             )
         return cls(collectives, places, counted)
 
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.places)
-
     def norm(self, mine: Iterable[float]) -> Tensor:
         """The norm of the gradients of all blocks, from sums of squares here. Those of each place are added first, then places in mesh order."""
         totals = self.collectives.agree(reduce(add, mine, 0.0), "the norm of gradients")
