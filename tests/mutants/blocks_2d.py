@@ -18,6 +18,10 @@ REFUSED = f"{HERE}::test_bad_input_is_refused_with_its_numbers_before_anything_i
 PANELS = "tests/parallel/test_summa.py::test_no_whole_panel_is_ever_there"
 ALONE = "tests/parallel/test_summa.py::test_a_mesh_of_one_rank_changes_no_bit"
 COSTS = "tests/parallel/test_costs.py"
+MANAGED = "tests/session/test_blocks_2d.py"
+TRAINED = f"{MANAGED}::test_blocks_train_as_one_process_with_the_same_bits_under_any_budget[gpt2]"
+SAVED = f"{MANAGED}::test_checkpoints_go_from_blocks_to_one_process_and_back[gpt2-1]"
+FAILED = f"{MANAGED}::test_what_fails_on_one_rank_in_saving_and_loading_is_an_error_on_all_and_they_go_on"
 
 BLOCKS_2D: tuple[Mutant, ...] = (
     Fault("a panel comes from the wrong column", "parallel.grid:Line.broadcast").by(
@@ -89,6 +93,28 @@ BLOCKS_2D: tuple[Mutant, ...] = (
     Fault("sizes need not divide", "parallel.plans_2d:placed").by(replace("size % q", "False"), REFUSED),
     Fault("one rank cuts its model, too", "parallel.tensor_2d:Tensor2D.parallelize").by(
         drop("if self.size == 1: ..."), ALONE
+    ),
+    Fault("a norm counts what a column has alike once a rank", "session.assemble:_mesh").by(
+        always("cuts[name].first(grid.place) == grid.place"), TRAINED
+    ),
+    Fault("a norm is that of a rank's own blocks", "step.mesh_ranks:MeshRanks.norm").by(
+        returns("norm_of(mine)"), TRAINED
+    ),
+    Fault("an overflow is a block's own", "step.training_deferred:DeferredTraining.overflowed").by(
+        replace("self.mesh or self.gathering", "self.gathering"),
+        f"{MANAGED}::test_an_overflow_in_one_block_skips_the_step_on_all_ranks",
+    ),
+    Fault("queries, keys and values are saved as one", "parallel.grid:Cut._pieces").by(
+        replace("self.parts if dim == self.cols else 1", "1"), SAVED
+    ),
+    Fault("what a column has alike is loaded by its first rank", "session.mesh_tensors:MeshTensors.block").by(
+        replace("cut.first(self.grid.place)", "self.grid.place", nth=1), SAVED
+    ),
+    Fault("zeros are written for blocks that cannot be read", "session.mesh_delivery:MeshDelivery._kept").by(
+        drop("self._problem = error"), FAILED
+    ),
+    Fault("a rank that cannot write leaves the others alone", "session.mesh_delivery:MeshDelivery.rounds").by(
+        drop("for _ in self._left: ..."), FAILED
     ),
     Fault("sums of gradients are counted in 16 bits", "parallel.costs:attention").by(
         replace("max(element, accumulate)", "element"), f"{COSTS}::test_an_attention_sends_what_the_table_says[1-2]"

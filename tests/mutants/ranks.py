@@ -150,7 +150,7 @@ RANKS: tuple[Mutant, ...] = (
         replace("mesh['dp'].size()", "None"), f"{LONG}::test_ranks_with_parts_of_a_batch_train_as_one[1-2]"
     ),
     Fault("a model that works together with others is managed alone", "comm.ranks:ranks_of").by(
-        never("name not in names and size > 1"), f"{LONG}::test_a_model_is_managed_over_the_ranks_that_it_works_with"
+        never("sizes.get(name, 1) != size"), f"{LONG}::test_a_model_is_managed_over_the_ranks_that_it_works_with"
     ),
     Fault("a model that DDP calls is called", "step.events:Events.before_forward").by(
         drop("expect_no_wrapper"),
@@ -171,7 +171,7 @@ RANKS: tuple[Mutant, ...] = (
         replace("self.has_waited", "False"), of_a_row("-fp32-world", "nosync")
     ),
     Fault("an overflow is a rank's own", "step.training_deferred:DeferredTraining.overflowed").by(
-        replace("self.gathering is None", "True"),
+        replace("shared is None", "True"),
         f"{SESSION}::test_an_overflow_on_any_rank_skips_the_step_on_all[2 ranks-in an element-False]",
     ),
     Fault("a change by hand shows unrounded values", "step.gathering:Gathering.changed").by(
@@ -207,7 +207,7 @@ RANKS: tuple[Mutant, ...] = (
         f"{FAULTS}::test_a_budget_refused_on_all_ranks_says_which_is_enough",
     ),
     Fault("other ranks do not hear of what manage refuses", "session.assemble:assemble").by(
-        replace("collectives.close(...)", "None"),
+        replace("one.close(...)", "None"),
         f"{ALIKE}[small-rank 1: manage() has ended with BudgetError: host memory is-BudgetError]",
     ),
     Fault("a deferred model has the values of its random state now", "deferred.recipe:digest").by(

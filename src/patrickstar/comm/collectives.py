@@ -172,6 +172,20 @@ class Collectives:
         ticket.wait()
         return [pickle.loads(theirs) for theirs in values]  # noqa: S301  (of ranks of this program)
 
+    def look(self, waited_s: float, error: RuntimeError | None = None) -> None:
+        """Raises RankError where whoever has waited so long for these ranks, by other means, waits in vain: for one that has failed, or for too long.
+
+        `error`: of torch's, with which waiting has ended: of that in any case.
+        """
+        number = self._issued + 1
+        if error is not None:
+            raise self._broken(number, error) from error
+        self._check(number)
+        if waited_s > self._timeout_s:
+            ranks, found = self._watch.late_for(0)
+            reason = f"{self.me} has waited for other ranks for {self._timeout_s:g} s: {found}"
+            raise self._failed(News(ranks, "a wait", reason))
+
     def close(self, reason: str = "") -> None:
         """Takes part in nothing any more, and tells the others. Waits for nobody; what is under way fails."""
         with self._lock:

@@ -16,7 +16,7 @@ from patrickstar.config.problems import refuse
 from patrickstar.errors import some
 
 _STORE_TIMEOUT = timedelta(seconds=10)
-_DIMENSIONS = ("dp", "cp")
+_SHARED, _OF_BLOCKS = ("dp", "cp"), ("row", "col")
 
 
 def begin_process_group() -> Callable[[], None]:
@@ -101,38 +101,51 @@ class Ranks:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def ranks_of(mesh: Any, sizes: Mapping[str, int]) -> Callable[[], Ranks] | None:
-    """Makes the ranks that share the model; None where it is one process's own.
+MakeRanks = Callable[[], Ranks]
 
-    They are those of a mesh's dimensions "dp" and "cp" together, of which each "cp" group has one batch; without a mesh all of the process group.
+
+def ranks_of(mesh: Any, used: Mapping[str, int]) -> tuple[MakeRanks | None, MakeRanks | None]:
+    """Makes the ranks that share the model's chunks, and all ranks that have blocks of the model; None where that is one process, or it is not cut.
+
+    The former are those of a mesh's dimensions "dp" and "cp" together, of which each "cp" group has one batch; without a mesh all of the process
+    group. Of the latter, "row" and "col", each has such ranks of its own.
 
     Args:
-        sizes: of the dimensions over which the model works together, by name.
+        used: sizes of the dimensions over which the model works together, by name.
     Raises:
         ConfigError: the mesh has other dimensions, lacks one of these, or outlives its process group, or this process is not in it.
     """
     there = dist.is_available() and dist.is_initialized()
     names = () if mesh is None else mesh.mesh_dim_names or ()
+    sizes = {} if mesh is None else dict(zip(names, mesh.mesh.shape, strict=False))
     problems = [
         f'the model works together over "{name}", {size} ranks, which mesh={mesh} has not: give manage() the whole mesh'
-        for name, size in sizes.items()
-        if name not in names and size > 1
+        for name, size in used.items()
+        if sizes.get(name, 1) != size
     ]
     if mesh is None:
         refuse(problems, of="manage")
-        return Ranks if there and dist.get_world_size() > 1 else None
+        return Ranks if there and dist.get_world_size() > 1 else None, None
     if not there:
         problems.append("mesh= without a process group: call torch.distributed.init_process_group() first")
     elif mesh.get_coordinate() is None:
         problems.append(f"mesh={mesh}: this process, rank {dist.get_rank()}, is not in it")
     if "dp" not in names:
         problems.append(f'mesh={mesh}: a mesh with the dimension "dp", over which the model is shared, is expected')
-    for name, size in zip(names, tuple(mesh.mesh.shape), strict=False):
-        if name not in _DIMENSIONS and size > 1:
+    for name, size in sizes.items():
+        if size > 1 and name in _OF_BLOCKS and name not in used:
+            problems.append(
+                f'mesh={mesh}: the model is not cut over "{name}": call Tensor2D(...).parallelize(model) first'
+            )
+        elif size > 1 and (name not in _SHARED + _OF_BLOCKS or (name == "cp" and used.keys() & set(_OF_BLOCKS))):
             problems.append(
                 f'mesh={mesh}: "{name}" comes later. Give mesh["dp"] where each of its groups trains a model of its own'
             )
     refuse(problems, of="manage")
-    shares = tuple(name for name in names if name in _DIMENSIONS)
+    shares = tuple(name for name in names if name in _SHARED)
     members = (mesh if shares == names else mesh[shares]).mesh.flatten().tolist()
-    return partial(Ranks, members, averaged=mesh["dp"].size()) if len(members) > 1 else None
+    is_cut = any(name in _OF_BLOCKS for name in used)
+    return (
+        partial(Ranks, members, averaged=mesh["dp"].size()) if len(members) > 1 else None,
+        partial(Ranks, mesh.mesh.flatten().tolist()) if is_cut else None,
+    )

@@ -6,58 +6,117 @@ A rank (i, j) of q x q is in row i and column j. A line is named by what varies 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from patrickstar.errors import ConfigError
+from patrickstar.parallel.group import SentBytes
+
+_LOOK: Final = timedelta(seconds=1)
+Look = Callable[[float, RuntimeError | None], None]
+"""Raises a RankError where waiting is in vain, so many seconds until now: one of the ranks has failed, or torch has an error."""
+
+
+Place = tuple[int, int]
+"""A row and a column."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Ranks that share tensors: their group, their numbers in the whole program in order, and the place of this one."""
+    """Ranks that share tensors: their group, their numbers in the whole program in order, and the place of this one.
+
+    Attributes:
+        sent: counts bytes. looks: of sessions, at the ranks; who waits calls them every second, so that nobody waits for one that has failed.
+    """
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
     index: int
+    sent: SentBytes = field(compare=False)
+    looks: list[Look] = field(compare=False)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
 
     def broadcast(self, tensor: torch.Tensor, place: int) -> Callable[[], Any]:
         """Begins to give all what the rank at a place has; gives back what waits for it."""
-        if not tensor.numel() or len(self.ranks) == 1:  # an empty block is so on all ranks of the line
+        if not tensor.numel() or self.size == 1:  # an empty block is so on all ranks of the line
             return _nothing
-        return dist.broadcast(tensor, src=self.ranks[place], group=self.group, async_op=True).wait
+        self.sent.add(tensor, self.size - 1)
+        return self._waits(dist.broadcast(tensor, src=self.ranks[place], group=self.group, async_op=True))
 
     def reduce(self, tensor: torch.Tensor, place: int) -> Callable[[], Any]:
         """Begins to sum a tensor over all, for the rank at a place; gives back what waits for it. Others' tensors have no meaning afterwards."""
-        if not tensor.numel() or len(self.ranks) == 1:
+        if not tensor.numel() or self.size == 1:
             return _nothing
-        return dist.reduce(tensor, dst=self.ranks[place], group=self.group, async_op=True).wait
+        self.sent.add(tensor, self.size - 1)
+        return self._waits(dist.reduce(tensor, dst=self.ranks[place], group=self.group, async_op=True))
 
     def sum(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The sums of some tensors of one dtype over all ranks, by one call."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        dist.all_reduce(flat, group=self.group)
+        self._all_reduce(flat, dist.ReduceOp.SUM)
         pieces = flat.split([tensor.numel() for tensor in tensors])
         return tuple(piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True))
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
         """The elements' maxima over all ranks, in place."""
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        self._all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
+
+    def _all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
+        self.sent.add(tensor, 2 * (self.size - 1))
+        self._waits(dist.all_reduce(tensor, op=op, group=self.group, async_op=True))()
+
+    def _waits(self, work: Any) -> Callable[[], Any]:
+        """Gives back what waits for a work of torch."""
+        return (lambda: self._wait(work)) if self.looks else work.wait
+
+    def _wait(self, work: Any) -> None:
+        for waited in itertools.count(1):
+            if self._has_ended(work, waited):
+                return
+
+    def _has_ended(self, work: Any, waited: int) -> bool:
+        """Waits for a second more, and looks at the ranks where that is not enough."""
+        is_over = work.is_completed()  # else an error may be that of our own bound
+        try:
+            work.wait(_LOOK)
+        except RuntimeError as error:
+            for look in self.looks:
+                look(waited * _LOOK.total_seconds(), error if is_over else None)
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A square mesh as this rank sees it. `rows`: the line over which the row varies; `cols`: that over which the column does."""
+    """A square mesh as this rank sees it. `rows`: the line over which the row varies; `cols`: that over which the column does. `names`: of both."""
 
     q: int
     rows: Line
     cols: Line
+    names: tuple[str, ...] = ("row", "col")
+
+    @property
+    def lines(self) -> dict[str, Line]:
+        """Both lines, by the name of the mesh's dimension."""
+        return dict(zip(self.names, (self.rows, self.cols), strict=True))
+
+    @property
+    def place(self) -> Place:
+        """The row and column of this rank."""
+        return self.rows.index, self.cols.index
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Grid:
@@ -69,11 +128,37 @@ class Grid:
         coordinate = mesh.get_coordinate()
         assert coordinate is not None, "this rank is not of the mesh"
         i, j = coordinate
-        rows = Line(mesh.get_group(0), tuple(mesh.mesh[:, j].tolist()), i)
-        return cls(mesh.size(0), rows, Line(mesh.get_group(1), tuple(mesh.mesh[i].tolist()), j))
+        looks: list[Look] = []
+        rows, cols = (
+            Line(mesh.get_group(dim), tuple(ranks.tolist()), index, SentBytes(len(ranks)), looks)
+            for dim, ranks, index in ((0, mesh.mesh[:, j], i), (1, mesh.mesh[i], j))
+        )
+        return cls(mesh.size(0), rows, cols, mesh.mesh_dim_names or ("row", "col"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Grid:
         return self  # a copied model is of the same ranks; groups cannot be copied
+
+
+class BlockTile(NamedTuple):
+    """A part of a tensor: the first place whose block has it, and where it lies in the block."""
+
+    place: Place
+    rows: slice
+    columns: slice
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of rows and columns."""
+        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def of(self, block: torch.Tensor) -> torch.Tensor:
+        """A view of what of a block it is."""
+        return block.view(len(block), math.prod(block.shape[1:]))[self.rows, self.columns]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +183,34 @@ class Cut:
             dim, j = self.cols, grid.cols.index
             whole = torch.cat([piece(part, dim, j, grid.q) for part in whole.chunk(self.parts, dim)], dim)
         return whole.clone(memory_format=torch.contiguous_format)
+
+    def first(self, place: Place) -> Place:
+        """The first place that has what this one has."""
+        i, j = place
+        return 0 if self.rows is None else i, 0 if self.cols is None else j
+
+    def strips(self, q: int, numel: int) -> Iterator[list[BlockTile]]:
+        """The whole, of which other dimensions than the first count as one, by tiles: some rows of about so many elements, from left to right."""
+        most = max(1, numel // max(1, math.prod(self.shape[1:])))
+        for row, first, size in self._pieces(0, q):
+            for start in range(first, first + size, most):
+                rows = slice(start, min(start + most, first + size))
+                yield [
+                    BlockTile(
+                        (column, row) if self.cols == 0 or self.rows == 1 else (row, column),
+                        rows,
+                        slice(at, at + width),
+                    )
+                    for column, at, width in self._pieces(1, q)
+                ]
+
+    def _pieces(self, dim: int, q: int) -> list[tuple[int, int, int]]:
+        """The pieces of a dimension, in order: place along the line that cuts it, 0 where none does; first element in the block there; size."""
+        if dim not in (self.rows, self.cols):
+            return [(0, 0, math.prod(self.shape[dim : dim + 1]))]
+        parts = self.parts if dim == self.cols else 1
+        sizes = chunk_sizes(self.shape[dim] // parts, q)
+        return [(place, part * size, size) for part in range(parts) for place, size in enumerate(sizes)]
 
     def whole(self, block: torch.Tensor, grid: Grid) -> torch.Tensor:
         """The whole tensor of which all ranks have blocks, on each of them."""

@@ -65,7 +65,7 @@ class Tensor2D:
             ConfigError: a model without a plan, a plan that does not fit, or sizes that do not divide by q, with the numbers.
             StateError: a model that is parallelized already.
         """
-        if any(isinstance(module, BlockLayer) for module in model.modules()):
+        if grid_of(model) is not None:
             raise StateError(f"{type(model).__name__} is parallelized already: its parameters are blocks")
         if any(map(is_compiled, model.modules())):
             raise ConfigError(
@@ -128,13 +128,13 @@ class Tensor2D:
 
     def state_dict(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and whole tensors of what `model.state_dict()` has, in the model's own layout, one at a time. All ranks ask for all of them."""
-        cuts = _cuts(model)
+        cuts = cuts_of(model)
         for name, tensor in model.state_dict().items():
             yield name, cuts[name].whole(tensor, self.grid) if name in cuts else tensor
 
     def gradients(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and whole gradients of the parameters that have one, one at a time. All ranks ask for all of them."""
-        cuts = _cuts(model)
+        cuts = cuts_of(model)
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 yield name, cuts[name].whole(parameter.grad, self.grid) if name in cuts else parameter.grad
@@ -193,6 +193,12 @@ def _take_blocks(grid: Grid) -> TakeBlock:
     return take
 
 
-def _cuts(model: nn.Module) -> dict[str, Cut]:
+def grid_of(model: nn.Module) -> Grid | None:
+    """The ranks that have blocks of a model, where it is cut."""
+    return next((module.grid for module in model.modules() if isinstance(module, BlockLayer)), None)
+
+
+def cuts_of(model: nn.Module) -> dict[str, Cut]:
+    """The ways in which parameters are cut, by all their names."""
     layers = ((name, module) for name, module in model.named_modules() if isinstance(module, BlockLayer))
     return {f"{name}.{own}".lstrip("."): cut for name, layer in layers for own, cut in layer.cuts.items()}

@@ -38,9 +38,13 @@ def expect_alike(
     optimizer: torch.optim.Optimizer | None,
     setup: Setup,
     collectives: Collectives,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
-    """Raises RankError where ranks have other models, values, optimizers, options or versions: which, and what."""
-    assert isinstance(setup.layout, ShardLayout)
+    """Raises RankError where ranks have other models, values, optimizers, options or versions: which, and what.
+
+    `shapes`: of whole parameters, where ranks have different blocks of them: values are not compared then.
+    """
+    whole = setup.layout.whole if isinstance(setup.layout, ShardLayout) and shapes is None else ""
     groups = [] if optimizer is None else optimizer.param_groups
     names = {id(parameter): name for name, parameter in named.items()}
     states = {} if optimizer is None else read_state(optimizer, names)
@@ -55,12 +59,12 @@ def expect_alike(
     device = setup.budgets.device
     facts = {
         "the version of torch": torch.__version__,
-        "the parameters": str({name: (*parameter.shape, parameter.dtype) for name, parameter in named.items()}),
+        "the parameters": str({name: (*(shapes or {}).get(name, p.shape), p.dtype) for name, p in named.items()}),
         "the optimizer": f"{type(optimizer).__name__} {alike}",
-        "the options": f"{options} {device.type} {host_bytes} {setup.precision.compute} {setup.layout.whole}",
-        "the values of parameters": _digest(named.values()),
+        "the options": f"{options} {device.type} {host_bytes} {setup.precision.compute} {whole}",
+        "the values of parameters": _digest(named.values() if shapes is None else ()),
         "the optimizer's state": str({name: state.step for name, state in states.items()})
-        + _digest(moment for state in states.values() for moment in (state.exp_avg, state.exp_avg_sq)),
+        + _digest(m for state in states.values() if shapes is None for m in (state.exp_avg, state.exp_avg_sq)),
     }
     mine = {name: hashlib.sha256(fact.encode()).hexdigest() for name, fact in facts.items()}
     mine["GPU"] = (

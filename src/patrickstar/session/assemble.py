@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,9 @@ from patrickstar.memory.filesystem import expect_usable
 from patrickstar.memory.links import MakeLane
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.user_optimizer import check_optimizer
+from patrickstar.parallel.grid import Line
 from patrickstar.parallel.group import MeshGroup
+from patrickstar.parallel.tensor_2d import cuts_of, grid_of
 from patrickstar.parallel.transformer_models import works_together_over
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.parameters.wrappers import expect_unwrapped
@@ -41,14 +43,17 @@ from patrickstar.session.build_step import build_step
 from patrickstar.session.checks import check_model
 from patrickstar.session.close import Closing
 from patrickstar.session.loading import Loading
+from patrickstar.session.mesh_tensors import MeshTensors
 from patrickstar.session.parts import Parts
 from patrickstar.session.scaler import LossScaler
 from patrickstar.session.session import Session
 from patrickstar.session.start import Setup, set_up
 from patrickstar.session.step_bytes import StepBytes
 from patrickstar.step.budgets import find_resources, resolve_device
+from patrickstar.step.mesh_ranks import MeshRanks
 from patrickstar.step.resources import bound_kernels, uncounted_settings
 from patrickstar.step.training_deferred import DeferredTraining
+from patrickstar.step.values import Weights
 
 _log = logging.getLogger("patrickstar")
 
@@ -68,19 +73,22 @@ def assemble(
     Raises:
         what `manage` raises: model and optimizer are then as before.
     """
-    groups = works_together_over(model)
-    make_ranks = ranks_of(memory.mesh, {name: group.size for name, group in groups.items()})
-    begin = partial(_assembled, model, optimizer, memory, groups, make_lane=make_lane, choice=choice)
-    if make_ranks is None:
-        return begin(None)
+    grid = grid_of(model)
+    groups: dict[str, MeshGroup | Line] = {**works_together_over(model), **({} if grid is None else grid.lines)}
+    makers = ranks_of(memory.mesh, {name: group.size for name, group in groups.items()})
     # First of all: the others hear of whatever this rank refuses.
-    collectives = Collectives(make_ranks(), timeout_s=memory.options.collective_timeout)
+    made = [make and Collectives(make(), timeout_s=memory.options.collective_timeout) for make in makers]
+    collectives, everyone = made
     try:
-        return begin(collectives)
+        return _assembled(
+            model, optimizer, memory, collectives, everyone, groups=groups, make_lane=make_lane, choice=choice
+        )
     except BaseException as error:
-        collectives.close(f"{collectives.me}: manage() has ended with {type(error).__name__}: {error}")
-        if isinstance(error, BudgetError):
-            staging, here = staging_bytes(resolve_device(memory.device)), collectives.ranks.local_size
+        there = [one for one in made if one is not None]
+        for one in there:
+            one.close(f"{one.me}: manage() has ended with {type(error).__name__}: {error}")
+        if isinstance(error, BudgetError) and there:
+            staging, here = staging_bytes(resolve_device(memory.device)), there[0].ranks.local_size
             raise of_machine(error, error.smallest_bytes, here, staging_bytes=staging) from None
         raise
 
@@ -89,22 +97,24 @@ def _assembled(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     memory: MemoryOptions,
-    groups: Mapping[str, MeshGroup],
     collectives: Collectives | None,
+    everyone: Collectives | None,
     *,
+    groups: Mapping[str, MeshGroup | Line],
     make_lane: MakeLane | None,
     choice: UpdateChoice,
 ) -> Session:
     named = check_model(model)
     if optimizer is not None:
         check_optimizer(optimizer, names_by_id(named))
-    source = Loading(model, named, memory.weights) if memory.weights is not None else None
     has = find_resources(memory)
     ranks = None if collectives is None else collectives.ranks
-    if ranks is not None:
+    of_all = ranks if everyone is None else everyone.ranks
+    if of_all is not None:
         expect_unwrapped(model)
-        expect_known_over_ranks(model, memory, ranks)
+        expect_known_over_ranks(model, memory, of_all, device=has.device, in_blocks=everyone is not None)
         has = replace(has, staging_bytes=staging_bytes(has.device))
+    source = Loading(model, named, memory.weights) if memory.weights is not None else None
     if memory.disk is not None:
         expect_usable(memory.disk)
     setup = set_up(
@@ -117,6 +127,7 @@ def _assembled(
         trains=optimizer is not None,
         find_passes=choose_kernels,
         ranks=ranks,
+        everyone=of_all,
     )
     if setup.budgets.host_binds and setup.budgets.machine.compute is Tier.HOST:
         bound_kernels(os.environ, set_aside_bytes=setup.budgets.machine.costs.set_aside_bytes)
@@ -134,7 +145,10 @@ def _assembled(
         counters = {name: partial(getattr, group.sent, "total") for name, group in groups.items()}
         if collectives is not None:
             counters["dp"] = partial(getattr, collectives, "sent_bytes")
-        parts = build_step(model, named, optimizer, setup, store, choice=choice, collectives=collectives)
+        make_mesh = None if everyone is None else _mesh(model, named, optimizer, setup, everyone)
+        parts = build_step(
+            model, named, optimizer, setup, store, choice=choice, collectives=collectives, make_mesh=make_mesh
+        )
         parts = replace(parts, sent=StepBytes(counters))
         return _begin(parts, optimizer, setup, source)
     except BaseException:
@@ -142,9 +156,31 @@ def _assembled(
         raise
 
 
-def expect_known_over_ranks(model: nn.Module, memory: MemoryOptions, ranks: Ranks) -> None:
-    """Raises ConfigError where what is asked for does not go over ranks yet."""
-    problems = [f'step="in_backward" over {ranks.size} ranks comes later'] if memory.step == "in_backward" else []
+def _mesh(
+    model: nn.Module,
+    named: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+    setup: Setup,
+    everyone: Collectives,
+) -> Callable[[Weights], MeshTensors]:
+    """Makes the whole tensors of a model in blocks, whose ranks are seen to be alike."""
+    grid, cuts = grid_of(model), cuts_of(model)
+    assert grid is not None
+    expect_alike(named, optimizer, setup, everyone, {name: cuts[name].shape for name in named})
+    counted = frozenset(name for name in named if cuts[name].first(grid.place) == grid.place)
+    return partial(MeshTensors, MeshRanks.meet(everyone, grid.place, grid.q, counted), grid, cuts)
+
+
+def expect_known_over_ranks(
+    model: nn.Module, memory: MemoryOptions, ranks: Ranks, *, device: str, in_blocks: bool = False
+) -> None:
+    """Raises ConfigError where what is asked for does not go over ranks yet. `device`: what computes; in_blocks: a model of matrices in blocks."""
+    refused = {
+        'step="in_backward"': memory.step == "in_backward",
+        f'matrices in blocks, device="{device}"': in_blocks and device not in ("cpu", "emulated"),
+        "weights= of blocks": in_blocks and memory.weights is not None,
+    }
+    problems = [f"{what} over {ranks.size} ranks comes later" for what, asked in refused.items() if asked]
     if any(parameter.grad is not None for parameter in model.parameters()):
         problems.append(
             f"there are gradients from before manage(), over {ranks.size} ranks: each rank's own, or averaged? Call optimizer.zero_grad() first"
@@ -166,6 +202,10 @@ def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, s
             blocks.watch()
         dtypes = {name: parameter.dtype for name, parameter in named.items()}
         buffers = fit_buffers(model, setup.precision, setup.budgets.stream_device, undo)
+        if parts.mesh is not None:
+            looks, look = parts.mesh.grid.rows.looks, parts.mesh.ranks.collectives.look
+            looks.append(look)
+            undo.callback(looks.remove, look)
         session = Session(parts, partial(Closing, parts, root, dtypes, buffers))
         if original is not None:
             managed = session.attach(original)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +21,10 @@ from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.blocks import Blocks
 from patrickstar.parameters.escapes import EscapedMemory
 from patrickstar.parameters.registered import Registered
+from patrickstar.plan.fit import of_machine
 from patrickstar.plan.pilot import Pilot
 from patrickstar.plan.update_choice import UpdateChoice
+from patrickstar.session.mesh_tensors import MeshTensors
 from patrickstar.session.parts import Parts
 from patrickstar.session.start import Setup
 from patrickstar.step.assembling import Assembling
@@ -55,12 +57,13 @@ def build_step(
     *,
     choice: UpdateChoice = UpdateChoice(),  # noqa: B008  (frozen)
     collectives: Collectives | None = None,
+    make_mesh: Callable[[Weights], MeshTensors] | None = None,
 ) -> Parts:
     """The parts of a session over a store.
 
     Args:
         optimizer: whose groups say what is updated; None: weights alone are managed. choice: when chunks are updated.
-        collectives: of the ranks that share the model; None: there is one.
+        collectives: of the ranks that share the model; None: there is one. make_mesh: of a model in blocks: the whole tensors.
     """
     layout, budgets, gradients, precision = setup.layout, setup.budgets, setup.gradients, setup.precision
     formats, memory, machine = setup.formats, setup.memory, budgets.machine
@@ -150,6 +153,7 @@ def build_step(
         may_weave=lambda: not handed_out.watched and all(isinstance(key, PlaneRef) for key in store.leases.living()),
     )
     weights = Weights(binding, layout, executor, late_planes, gathering)
+    mesh = None if make_mesh is None else make_mesh(weights)
     in_chunks = Gradients(
         layout,
         executor,
@@ -168,7 +172,7 @@ def build_step(
     training: Training = (
         InBackwardTraining(handed_out=handed_out, **shared)
         if in_backward
-        else DeferredTraining(max_grad_norm=memory.max_grad_norm, **shared)
+        else DeferredTraining(max_grad_norm=memory.max_grad_norm, mesh=None if mesh is None else mesh.ranks, **shared)
     )
     # In a backward those that were used are told from none.
     binding.gradients.are_kept = lambda: in_backward or bool(in_chunks.names)
@@ -179,6 +183,9 @@ def build_step(
         gathering.binding, gathering.take = binding, in_chunks.add_shares
         binding.kept_bytes, binding.gradients.are_shared = gathering.kept_bytes, True
         events.refused = gathering.refused
+    elif mesh is not None:
+        local_size = mesh.ranks.collectives.ranks.local_size
+        events.refused = lambda refusal: of_machine(refusal, refusal.smallest_bytes, local_size)
     events.assembling = Assembling(binding, layout, executor, gradients=in_chunks, weights=weights, steps=updates.steps)
     events.outside = next((named[name] for name in named if all(name not in place.names for place in places)), None)
     events.advice = lambda: (
@@ -199,5 +206,6 @@ def build_step(
         training=training,
         whole=whole,
         collectives=collectives,
+        mesh=mesh,
         host_budget_bytes=machine.budget[Tier.HOST] if budgets.host_binds else None,
     )

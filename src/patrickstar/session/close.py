@@ -46,7 +46,7 @@ class Closing:
         self._dtypes = dtypes
         self._buffers = buffers
         self._optimizer = optimizer
-        lost = None if parts.collectives is None else parts.collectives.failure
+        lost = next((one.failure for one in parts.all_collectives if one.failure is not None), None)
         if keep_weights and lost is not None:
             _log.warning(
                 "the weights that other ranks had are lost (%s): parameters are on the meta device now", lost.reason
@@ -85,8 +85,10 @@ class Closing:
         if self._optimizer is not None:
             self._optimizer.detach()
         parts.executor.store.close()
-        if parts.collectives is not None:
-            parts.collectives.close()
+        if parts.mesh is not None:
+            parts.mesh.grid.rows.looks.remove(parts.mesh.ranks.collectives.look)
+        for one in parts.all_collectives:
+            one.close()
 
     def _finish(self) -> None:
         if not self._wanted:
@@ -94,6 +96,8 @@ class Closing:
             self._parts.executor.store.land_all()
         else:
             self._parts.training.finish()
+            if self._parts.mesh is not None:  # who leaves before others have all their panels is missed by them
+                self._parts.mesh.ranks.collectives.agree(b"", "close()")
         self._parts.binding.access.close()  # a block may be open, of a backward that an exception has ended
         self._parts.stretches.end()
 

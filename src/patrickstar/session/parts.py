@@ -14,6 +14,8 @@ from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.optim.state import State
 from patrickstar.parameters.binding import Binding
+from patrickstar.parameters.bound import BoundParameter
+from patrickstar.session.mesh_tensors import MeshTensors
 from patrickstar.session.step_bytes import StepBytes
 from patrickstar.step.events import Events, expect_own_parameters
 from patrickstar.step.executor import Executor
@@ -30,7 +32,7 @@ class Parts:
 
     Attributes:
         gradients: those in chunks. whole: the parameters as long as they keep their bytes.
-        collectives: of the ranks that share the model, where there are several.
+        collectives: of the ranks that share the model, where there are several. mesh: of a model whose parameters are blocks.
         sent: what is handed to process groups, step by step.
         host_budget_bytes: what chunks and tensors may take of the host, where the user gave a bound, or None.
     """
@@ -48,7 +50,22 @@ class Parts:
     whole: Whole
     host_budget_bytes: int | None
     collectives: Collectives | None = None
+    mesh: MeshTensors | None = None
     sent: StepBytes = field(default_factory=StepBytes)
+
+    @property
+    def everyone(self) -> Collectives | None:
+        """The collectives of all ranks that take part, where there are several."""
+        return self.collectives if self.mesh is None else self.mesh.ranks.collectives
+
+    @property
+    def all_collectives(self) -> list[Collectives]:
+        """The collectives of this session, each once."""
+        return [one for one in (self.collectives, None if self.mesh is None else self.everyone) if one is not None]
+
+    def shape(self, bound: BoundParameter) -> tuple[int, ...]:
+        """The shape of a parameter in the model's own layout."""
+        return tuple(bound.shape_only.shape) if self.mesh is None else self.mesh.shape(bound.name)
 
     @property
     def steps(self) -> dict[str, int]:

@@ -28,6 +28,7 @@ from patrickstar.parameters.bound import BoundParameter
 from patrickstar.session.buffers import persistent_buffers
 from patrickstar.session.delivery import Delivery, Kept
 from patrickstar.session.loading import tensors_of
+from patrickstar.session.mesh_delivery import MeshDelivery
 from patrickstar.session.parts import Parts
 
 _log = logging.getLogger("patrickstar")
@@ -57,13 +58,13 @@ class Saving:
     @property
     def all_ranks(self) -> AllRanks:
         """The ranks that share the model."""
-        return AllRanks(self.parts.collectives)
+        return AllRanks(self.parts.everyone)
 
     def save(self, directory: Path, step: int, *, extra: object, keep: int | None = None) -> Path:
         """Writes `directory/step-...` and moves `latest`. DeviceError where it cannot be written; nothing is lost by that."""
         self.parts.executor.settle()
         tensors, live = self._tensors(self.parts.steps), self.live_groups
-        delivery = Delivery(self.parts, {name: saved.source for name, saved in tensors.items()})
+        delivery = self._delivery({name: saved.source for name, saved in tensors.items()})
         own, *others = rng.capture_all(self.all_ranks, self.parts.binding.device)
         state: dict[str, Any] = {
             "steps": dict(self.parts.steps),
@@ -124,10 +125,12 @@ class Saving:
             for key, tensor in found.items()
         }
         entries = [
-            TensorEntry(key, tensor.dtype if names[key] is None else torch.float32, tuple(tensor.shape))
+            TensorEntry(key, tensor.dtype, tuple(tensor.shape))
+            if (name := names[key]) is None
+            else TensorEntry(key, torch.float32, self.parts.shape(binding.by_name[name]))
             for key, tensor in found.items()
         ]
-        delivery = Delivery(self.parts, sources)
+        delivery = self._delivery(sources)
         with self.parts.executor.lock, self.parts.executor.quiet():
             write_model(
                 directory,
@@ -137,6 +140,10 @@ class Saving:
                 shard_bytes=shard_bytes,
                 writers=self._writers(delivery),
             )
+
+    def _delivery(self, sources: Mapping[str, Kept | Tensor]) -> Delivery:
+        mesh = self.parts.mesh
+        return Delivery(self.parts, sources) if mesh is None else MeshDelivery(self.parts, sources, tensors=mesh)
 
     def _writers(self, delivery: Delivery) -> Writers:
         """The ranks, of which each reads what it writes from this delivery; buffers are rank 0's."""
@@ -150,12 +157,17 @@ class Saving:
             self.parts.binding, key=lambda bound: (places[bound.name].chunk, places[bound.name].offset)
         )
         buffers = persistent_buffers(self.parts.model)
-        found = [_saved(WEIGHT, bound) for bound in bound_in_order]
+        found = [self._saved(WEIGHT, bound) for bound in bound_in_order]
         for name, buffer in buffers.items():
             entry = TensorEntry(f"buffer/{name}", buffer.dtype, tuple(buffer.shape), "buffers")
             found.append(_Saved(entry, buffer))
-        found += [_saved(plane, bound) for plane in _MOMENTS for bound in bound_in_order if bound.name in updated]
+        found += [self._saved(plane, bound) for plane in _MOMENTS for bound in bound_in_order if bound.name in updated]
         return {saved.entry.name: saved for saved in found}
+
+    def _saved(self, plane: str, bound: BoundParameter) -> _Saved:
+        stem = "weights" if plane == WEIGHT else "moments"
+        entry = TensorEntry(f"{plane}/{bound.name}", torch.float32, self.parts.shape(bound), stem)
+        return _Saved(entry, Kept(plane, bound))
 
     def _open(self, path: Path) -> StepReader:
         reader = open_step(path)
@@ -178,8 +190,11 @@ class Saving:
         if isinstance(source, Tensor):
             source.copy_(reader.read(name))
             return
-        plane, bound = source
-        if bound.shape_only.is_contiguous():
+        (plane, bound), mesh = source, self.parts.mesh
+        if mesh is not None:
+            block = mesh.block(bound.name, lambda strip, at: reader.read_into(name, strip, start=at))
+            self.parts.weights.fill(bound, block, plane)
+        elif bound.shape_only.is_contiguous():
             self.parts.weights.read_into(bound.name, lambda kept, at: reader.read_into(name, kept, start=at), plane)
         else:
             self.parts.weights.fill(bound, reader.read(name), plane)
@@ -197,7 +212,7 @@ class Saving:
         self.parts.training.forget_unfinished()
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {bound.name: tuple(bound.shape_only.shape) for bound in self.parts.binding}
+        return {bound.name: self.parts.shape(bound) for bound in self.parts.binding}
 
     def _group_parameters(self) -> list[list[str]]:
         names = self.parts.binding.names
@@ -250,9 +265,3 @@ class Saving:
                     f"{where}: parameter group {number} had other parameters when it was saved ({', '.join(odd[:4])}): "
                     "build the groups as they were then"
                 )
-
-
-def _saved(plane: str, bound: BoundParameter) -> _Saved:
-    stem = "weights" if plane == WEIGHT else "moments"
-    entry = TensorEntry(f"{plane}/{bound.name}", torch.float32, tuple(bound.shape_only.shape), stem)
-    return _Saved(entry, Kept(plane, bound))

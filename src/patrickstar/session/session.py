@@ -89,7 +89,8 @@ class Session:
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(name, gradient in fp32) of every parameter that has one, one at a time: a copy, or the user's own tensor where that is fp32."""
-        return self._training().gradients()
+        found, mesh = self._training().gradients(), self._parts.mesh
+        return found if mesh is None else ((name, mesh.whole(name, gradient)) for name, gradient in found)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -104,9 +105,9 @@ class Session:
     # state
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Sets a parameter's value."""
+        """Sets a parameter's value, of a model in blocks from the whole tensor."""
         self._parts.begin_access()
-        self._parts.weights.write(name, tensor)
+        self._parts.weights.write(name, tensor if self._parts.mesh is None else self._parts.mesh.own(name, tensor))
 
     def state_dict(self) -> Mapping[str, Tensor]:
         """The keys of `model.state_dict()`, parameters in fp32; each tensor is read when it is asked for."""
@@ -120,7 +121,7 @@ class Session:
             value = entries[key]
             name = names.get(id(value))
             if name is not None:
-                return parts.weights.read(name)
+                return parts.weights.read(name) if parts.mesh is None else parts.mesh.read(name)
             return value.detach() if isinstance(value, Tensor) else value
 
         return LazyStateDict(entries, read)
@@ -143,15 +144,16 @@ class Session:
         names = parts.binding.names
         tensors = {key: entry for key, entry in entries.items() if isinstance(entry, Tensor)}
         for key, entry in tensors.items():
-            value = mapping[key]
-            if value.shape != entry.shape:
+            value, name = mapping[key], names.get(id(entry))
+            shape = tuple(entry.shape) if name is None else parts.shape(parts.binding.by_name[name])
+            if value.shape != shape:
                 raise ConfigError(
-                    f"load_state_dict: {key} has shape {tuple(value.shape)}, the model's {tuple(entry.shape)}; nothing was loaded"
+                    f"load_state_dict: {key} has shape {tuple(value.shape)}, the model's {shape}; nothing was loaded"
                 )
         for key, entry in tensors.items():
             name = names.get(id(entry))
             if name is not None:
-                parts.weights.write(name, mapping[key])
+                self.write(name, mapping[key])
             else:
                 with torch.no_grad():
                     entry.copy_(mapping[key])
@@ -261,7 +263,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        collectives = self._parts.collectives
+        collectives = self._parts.everyone
         if error is not None and collectives is not None and not self._parts.events.is_closed:
             # Whoever has no such error is told of it: only all together have the weights.
             with suppress(RankError):

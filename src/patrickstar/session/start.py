@@ -165,13 +165,14 @@ def set_up(
     find_passes: Callable[[torch.device], Mapping[str, Passes]] | None = None,
     binding: BindingKind = "whole",
     ranks: Ranks | RankOf | None = None,
+    everyone: Ranks | RankOf | None = None,
 ) -> Setup:
     """The ground for a model and options of `manage`, which have been checked.
 
     Args:
         has: what the machine has. trained: tells whether a parameter needs more than its weight. trains: whether there is an optimizer.
         find_passes: finds the kernels of a device; None: they are those of a GPU. binding: how parameters are bound at most.
-        ranks: that share the model and, on one machine, its budgets; None: there is one process.
+        ranks: that share the model; None: there is one process. everyone: that on one machine share its budgets; None: those ranks.
 
     Raises:
         BudgetError, DeviceError, LayoutError: what is asked for cannot be had.
@@ -180,7 +181,8 @@ def set_up(
     layout = layout_of(model, named, memory, precision, granule_bytes=has.granule_bytes, trained=trained, ranks=ranks)
     gradients = GradientUse.UPDATE if memory.step == "in_backward" else GradientUse.CHUNK
     present, absent = present_and_absent_bytes(named.values())
-    local_ranks = 1 if ranks is None else ranks.local_size
+    everyone = everyone or ranks
+    local_ranks = 1 if everyone is None else everyone.local_size
     budgets = find_budgets(memory, weight_bytes=present, absent_bytes=absent, has=has, local_ranks=local_ranks)
     passes = None if find_passes is None else find_passes(budgets.device) if trains else {}
     return Setup(

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
-from itertools import chain, groupby
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -105,10 +105,6 @@ class Gathering(Exchange):
             self.collectives.gather(of_all.view(-1), share, f"c{chunk} of {name}").wait()
             for rank, place in places.items():
                 flat[place] = of_all[rank, : place.stop - place.start]
-
-    def of_any(self, names: Collection[str]) -> list[str]:
-        """The parameters that any rank names, those of the first rank first: alike on all."""
-        return list(dict.fromkeys(chain.from_iterable(self.collectives.agree(names, "overflowed gradients"))))
 
     def stepped(self, hypers: Mapping[str, Hyper]) -> None:
         """Notes a step, which all ranks must have taken alike by the next collective: with the same learning rates, say."""

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from patrickstar.memory.device_failure import noticed_at
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import GlobalNorm, clip_factor, norm_of
 from patrickstar.plan.touches import gradient_parts
+from patrickstar.step.mesh_ranks import MeshRanks
 from patrickstar.step.overflow import OverflowFlag, names_of, read
 from patrickstar.step.sixteen_bit_gradients import SixteenBitGradients
 from patrickstar.step.training import Training
@@ -25,11 +27,16 @@ from patrickstar.torch_private import backward_id
 
 @dataclass(kw_only=True, eq=False)
 class DeferredTraining(Training):
-    """Training with gradients that are kept until `step()`. See Note [Pending step]. `max_grad_norm`: clipping at every step, or None."""
+    """Training with gradients that are kept until `step()`. See Note [Pending step].
+
+    Attributes:
+        max_grad_norm: clipping at every step, or None. mesh: of a model in blocks: all ranks that have some.
+    """
 
     in_backward = False
 
     max_grad_norm: float | None
+    mesh: MeshRanks | None = None
 
     _norm: Tensor | None = None  # of the gradients as they are, taken before `step`
 
@@ -100,37 +107,43 @@ class DeferredTraining(Training):
 
     def _take_norm(self, flags: Sequence[OverflowFlag]) -> Tensor:
         """The global norm of all gradients: 0-dim, fp32. `flags`: are read with it, so that the host waits for a device once."""
-        own, stay, trace = dict(self.binding.gradients.owned()), self.binding.gradients.stay, Trace(())
+        counted = list(
+            self.layout.slices if self.mesh is None else filter(self.mesh.counted.__contains__, self.layout.slices)
+        )
+        own = {name: gradient for name, gradient in self.binding.gradients.owned() if name in counted}
+        chunked = [name for name in counted if name in self.in_chunks.names]
+        stay, trace = self.binding.gradients.stay, Trace(())
         if not stay:
-            trace = self.stretches.begin_norm(self.updates.planner.norm_trace(self.in_chunks.names))
+            trace = self.stretches.begin_norm(self.updates.planner.norm_trace(chunked))
             if own:  # which no trace has
                 with self.executor.room.making(self.updates.planner.norm_bytes):
                     self.executor.open()
         by_unit = {touch.ref: (touch,) for moment in trace.moments for touch in moment.touches}  # says on which tier
         norm: GlobalNorm | None = None
         with self.executor.apart(), noticed_at("the norm of the gradients, which the step waits for"):
-            for name in self.layout.slices:
+            for name in counted:
                 if name in own:
-                    norm = norm or self._begin_norm()
+                    norm = norm or self._begin_norm(chunked)
                     norm.add(self.binding.by_name[name].flat(own[name]))
                     norm.end_tensor()
                 elif name in self.in_chunks.names:
                     for part, touches in gradient_parts(self.layout, name, writes=False):
                         here = by_unit.get(touches[0].ref, touches)
                         (unit,) = self.executor.use(Phase.STEP, name, here)
-                        norm = norm or self._begin_norm()  # not before there is room for its scratch
+                        norm = norm or self._begin_norm(chunked)  # not before there is room for its scratch
                         norm.add(unit[part.start : part.stop], self.in_chunks.factors.get(name, ()))
                     if norm is not None:
                         norm.end_tensor()
-            found = norm_of(read(flags, (norm or self._begin_norm()).numbers()))
+            numbers = read(flags, (norm or self._begin_norm(chunked)).numbers())
+            found = norm_of(numbers) if self.mesh is None else self.mesh.norm(numbers)
         if not stay:
             self.stretches.end()
         return found
 
-    def _begin_norm(self) -> GlobalNorm:
+    def _begin_norm(self, chunked: Sequence[str]) -> GlobalNorm:
         device = self.binding.device
         if self.gathering is not None:
-            return self.gathering.norm([name for name in self.layout.slices if name in self.in_chunks.names])
+            return self.gathering.norm(chunked)
         if device is None:
             return self.updates.passes["cpu"].norm(None)
         return self.updates.passes[device.type].norm(device, largest=self.layout.largest_numel)
@@ -149,9 +162,12 @@ class DeferredTraining(Training):
         self._narrow.put_in_chunks()
         own = [OverflowFlag.of(name, torch.isfinite(own).all()) for name, own in self.binding.gradients.owned()]
         flags = [*self.in_chunks.overflow.flags(), *own]
-        if self.gathering is None:
+        shared = self.mesh or self.gathering
+        if shared is None:
             return flags
-        return [OverflowFlag(name, None, is_finite=False) for name in self.gathering.of_any(names_of(flags))]
+        of_all = shared.collectives.agree(names_of(flags), "overflowed gradients")
+        # Those of the first rank first: alike on all.
+        return [OverflowFlag(name, None, is_finite=False) for name in dict.fromkeys(chain.from_iterable(of_all))]
 
     def first_of(self, overflowed: Sequence[OverflowFlag], *, before_step: bool) -> str | None:
         """The parameter whose gradient was the first to arrive with an Inf or NaN, by name; None where all are finite.
