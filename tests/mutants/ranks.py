@@ -269,7 +269,8 @@ RANKS: tuple[Mutant, ...] = (
         f"{WORLD}::test_a_signal_to_one_rank_stops_all_after_the_same_step",
     ),
     Fault("plain steps have the gradients of the first rank", "cli.plain:PlainRun._add").by(
-        replace("sum(others, first).mul(1 / len(of_ranks))", "first"), ROWS
+        replace("sum(others, first).mul(1 / len(of_ranks))", "first"),
+        f"{WORLD}::test_under_torchrun_it_has_the_bits_of_one_process_and_speaks_with_one_voice",
     ),
     Fault("ranks share each machine's budget as if it were theirs alone", "session.forecast:_given").by(
         replace("which.local_size", "1"),

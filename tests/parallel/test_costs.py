@@ -36,7 +36,7 @@ def test_an_attention_sends_what_the_table_says(n: int, kv: int) -> None:
 
 
 def test_alone_nothing_is_sent() -> None:
-    nothing = costs.SentBytes(0, 0)
+    nothing = costs.PhaseBytes(0, 0)
     assert [costs.attention(method, 1, B, Z, KV, L, A) for method in costs.METHODS] == [nothing] * 4
     assert costs.summa(1, B, L, H) == nothing
 

@@ -40,7 +40,8 @@ def predict(
     together = together or Together()
     rows = batch_size if which is None else batch_size * together.size // which.size
     batch = together.shard(as_batch(torch.zeros(rows, seq_len, dtype=torch.int64)))
-    return forecast(model, batch, clip=clip, has=has, which=which, **manage_arguments(arguments))
+    shares = which and together.sharing(which)
+    return forecast(model, batch, clip=clip, has=has, which=shares, **manage_arguments(arguments))
 
 
 def with_precision(arguments: MemoryOptions, has: Resources) -> tuple[MemoryOptions, str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
+from patrickstar.core.shard_layout import RankOf
 from patrickstar.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ METHODS: Final = ("ring", "rsa", "ulysses")
 
 @dataclass(slots=True)
 class Together:
-    """How ranks share one batch. A mesh of the rest of the world, `dp`, and of these, once they have begun.
+    """A way for ranks to share one batch. The mesh is of the rest of the world, `dp`, and of these, once they have begun.
 
     Attributes:
         context: `--context-parallel`. method: `--sequence-method`. q: of `--tensor-2d` QxQ.
@@ -38,7 +39,7 @@ class Together:
 
     @classmethod
     def of(cls, given: dict[str, Any], *, ranks: int | None) -> Together:
-        """What flags ask for. ConfigError: it cannot be done together, or not by so many ranks; None: as many as it takes."""
+        """The way that flags ask for. ConfigError: it cannot be done together, or not by so many ranks; None: as many as it takes."""
         found = cls(given["context_parallel"], given["sequence_method"], given["tensor_2d"])
         if found.context > 1 and found.q > 1:
             raise ConfigError("--context-parallel and --tensor-2d in one run come later: give one of them")
@@ -56,6 +57,10 @@ class Together:
         """Number by which lengths are divisible that are not padded."""
         return self.context * (2 if self.method == METHODS[0] else 1)
 
+    def sharing(self, which: RankOf) -> RankOf:
+        """The place of a rank among those that share chunks. Those of a grid have blocks of their own, and the machine together."""
+        return RankOf(which.rank // self.q**2, which.size // self.q**2, which.local_size)
+
     @property
     def flag(self) -> str:
         """The flag that asks for more than one, as it was given; empty where none does."""
@@ -69,7 +74,7 @@ class Together:
         return {name: self.mesh.size(dim) for dim, name in enumerate(names) if self.mesh is not None}
 
     def begin(self, model: nn.Module, *, ranks: int) -> None:
-        """Has a model be this rank's part of what works together. All ranks do it, once there is a process group."""
+        """Makes a model this rank's part of what works together. All ranks do it, once there is a process group."""
         from torch.distributed.device_mesh import init_device_mesh
 
         from patrickstar.parallel import ContextParallel, Tensor2D
@@ -104,9 +109,11 @@ class Together:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         from patrickstar.cli.batches import as_batch
+        from patrickstar.parallel.tensor_2d import grid_of
         from patrickstar.parallel.transformer_models import works_together_over
 
-        groups = works_together_over(model)
+        grid = grid_of(model)
+        groups: dict[str, Any] = {**works_together_over(model), **({} if grid is None else grid.lines)}
         before = {name: group.sent.imagined for name, group in groups.items()}
         twin = copy.deepcopy(model)
         batch = self.shard(as_batch(torch.zeros(batch_size, seq_len, dtype=torch.int64)))

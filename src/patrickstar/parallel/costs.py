@@ -27,7 +27,7 @@ _OPTIMUS: Final = MappingProxyType({"hidden": 8192, "heads": 128, "layers": 24})
 
 
 @dataclass(frozen=True, slots=True)
-class SentBytes:
+class PhaseBytes:
     """Bytes that a rank sends in a forward and in a backward."""
 
     forward: int
@@ -44,7 +44,7 @@ def attention(
     head_size: int,
     element: int = 2,
     accumulate: int = 4,
-) -> SentBytes:
+) -> PhaseBytes:
     """Bytes that each of N ranks sends for one attention whose sequence is cut over them.
 
     "ring", "rsa": 2(N-1) u Zkv/Z and 4(N-1) u Zkv/Z, of which half are sums of gradients. "ulysses": (2 + 2 max(Zkv, N)/Z)(N-1)/N u, twice.
@@ -64,13 +64,13 @@ def attention(
     if method == "ulysses":
         _divides(ranks, heads=heads)
         both = 2 * batch * (tokens // ranks) * head_size * (heads + max(kv_heads, ranks)) * (ranks - 1) // ranks
-        return SentBytes(both * element, both * element)
+        return PhaseBytes(both * element, both * element)
     if method == "rsa-published":
-        return SentBytes(hops * element, 3 * hops * element)
-    return SentBytes(hops * element, hops * (element + wide))
+        return PhaseBytes(hops * element, 3 * hops * element)
+    return PhaseBytes(hops * element, hops * (element + wide))
 
 
-def linear_2d(q: int, batch: int, tokens: int, inputs: int, outputs: Sequence[int], *, element: int = 2) -> SentBytes:
+def linear_2d(q: int, batch: int, tokens: int, inputs: int, outputs: Sequence[int], *, element: int = 2) -> PhaseBytes:
     """Bytes that each rank of q x q sends for linear layers with one input: (q-1)/q^2 of its elements and of the weights', and twice that backward.
 
     Where q does not divide the batch: a rank of the first row, which has the most.
@@ -81,12 +81,12 @@ def linear_2d(q: int, batch: int, tokens: int, inputs: int, outputs: Sequence[in
     _divides(q, inputs=inputs, outputs=sum(outputs))
     rows = -(-batch // q)
     forward = (q - 1) * (rows * tokens * (inputs // q) + inputs // q * (sum(outputs) // q)) * element
-    return SentBytes(forward, 2 * forward)
+    return PhaseBytes(forward, 2 * forward)
 
 
 def summa(
     q: int, batch: int, tokens: int, hidden: int, layers: int = 1, recompute: bool = False, element: int = 2
-) -> SentBytes:
+) -> PhaseBytes:
     """Bytes that each rank of q x q sends for the matrices of GPT-2's layers: (q-1)/q^2 (7BLH + 12H^2) each, and twice that backward.
 
     Vectors, norms, embedding and head are not in it, as in the paper. `recompute`: the forward runs again before each backward.
@@ -94,7 +94,7 @@ def summa(
     parts = ((1, 3), (1, 1), (1, 4), (4, 1))
     each = [linear_2d(q, batch, tokens, k * hidden, [n * hidden], element=element) for k, n in parts]
     forward = layers * sum(one.forward for one in each)
-    return SentBytes(forward, (3 if recompute else 2) * forward)
+    return PhaseBytes(forward, (3 if recompute else 2) * forward)
 
 
 def stem_elements(

@@ -93,7 +93,8 @@ class SharedInput:
 
 def linear(layers: Sequence[LinearBlock], x: torch.Tensor) -> list[torch.Tensor]:
     """Products of x with the weights of some layers, without biases."""
-    x, *weights = autocast(x, *(layer.weight for layer in layers))
+    # A view of each: autograd saves what a session knows, also of layers that are not the one that is called.
+    x, *weights = autocast(x, *(layer.weight.view_as(layer.weight) for layer in layers))
     outputs = BlockProduct.apply(layers[0].steps, False, x.flatten(0, -2), *weights)
     return [y.view(*x.shape[:-1], y.shape[-1]) for y in outputs]
 

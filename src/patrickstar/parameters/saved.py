@@ -144,8 +144,9 @@ class SavedTensors:
             if leases.dead:
                 leases.settle()
             # Most of what is saved lies elsewhere.
-            is_leased = tensor.layout is torch.strided and tensor.untyped_storage()._cdata in leases.unit_of
-            saved = self._slice(tensor, is_recomputed=is_recomputed) if is_leased else None
+            with Plain():  # a Function of the user's saves aliases as they are
+                is_leased = tensor.layout is torch.strided and tensor.untyped_storage()._cdata in leases.unit_of
+                saved = self._slice(tensor, is_recomputed=is_recomputed) if is_leased else None
             if saved is not None and underneath is not None and takes_weights:
                 packed = underneath[0](tensor)
                 saved = self._slice(packed, is_recomputed=False) if isinstance(packed, torch.Tensor) else None

@@ -152,7 +152,8 @@ def _forecast(
     """One forecast. `traced`: what the forward does with these blocks bound, whatever the budgets are."""
     in_backward = memory.step == "in_backward"
     named = dict(model.named_parameters())
-    setup = set_up(model, named, memory, has, ranks=which)
+    shares = None if which is None or which.size == 1 else which
+    setup = set_up(model, named, memory, has, ranks=shares, everyone=which)
     layout, budgets, formats = setup.layout, setup.budgets, setup.formats
     tracer = setup.tracer(lambda name: named[name].requires_grad)
     inputs = {
@@ -187,7 +188,7 @@ def _forecast(
 
     traces = traces_of(step)
     whole = layout.whole if isinstance(layout, ShardLayout) else layout
-    shards = [whole] if which is None else [shard_of(whole, rank, which.size) for rank in range(which.size)]
+    shards = [whole] if shares is None else [shard_of(whole, rank, shares.size) for rank in range(shares.size)]
     states = partial(_model_data_bytes, formats=formats.now, keeps_gradients=not in_backward)
     by_rank = tuple(map(states, shards))
     found = Forecast(
@@ -198,7 +199,7 @@ def _forecast(
         budget={tier.label: _given(tier.label, budgets.machine.given(tier), which) for tier in budgets.machine.budget},
         parameters=sum(parameter.numel() for parameter in named.values()),
         model_data_bytes=sum(by_rank),
-        by_rank=by_rank if which is not None else (),
+        by_rank=by_rank if shares is not None else (),
         layout=layout,
         traces=traces,
         beside_bytes=budgets.beside_bytes,
