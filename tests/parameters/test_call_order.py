@@ -27,7 +27,7 @@ class Written:
 
     def gather(self, block: str) -> BlockWeights:
         self.seen.append(f"+{block or 'root'}")
-        return BlockWeights({}, [Coming(torch.empty(0), None, [])], lambda: self.waits(block))
+        return BlockWeights({}, [Coming(torch.empty(0), None, [])], lambda: self.waits(block), lambda *_: None)
 
     @contextmanager
     def waits(self, block: str) -> Iterator[None]:

@@ -224,7 +224,10 @@ class Collectives:
         return ThreadTicket(end)
 
     def _open(self) -> None:
-        self._ranks.open(timeout_s=self._timeout_s + _MORE_THAN_OURS_S)
+        try:
+            self._ranks.open(timeout_s=self._timeout_s + _MORE_THAN_OURS_S)
+        except RuntimeError as error:  # another rank may have gone, which says why
+            raise self._broken(0, error) from error
         self._watch.meet()
 
     def _fail_what_cannot_be(self) -> None:

@@ -73,7 +73,7 @@ def assemble(
     Raises:
         what `manage` raises: model and optimizer are then as before.
     """
-    grid = grid_of(model)
+    grid = grid_of(model) if isinstance(model, nn.Module) else None
     groups: dict[str, MeshGroup | Line] = {**works_together_over(model), **({} if grid is None else grid.lines)}
     makers = ranks_of(memory.mesh, {name: group.size for name, group in groups.items()})
     # First of all: the others hear of whatever this rank refuses.
