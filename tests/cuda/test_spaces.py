@@ -56,6 +56,17 @@ def test_bytes_go_to_the_device_and_back(slot_bytes: int, accelerator: Accelerat
     device.close()
 
 
+def test_what_is_first_filled_in_inference_mode_is_written_later_too(accelerator: Accelerator) -> None:
+    """The tensor over it, which is made once, belongs to no mode."""
+    arena = on_device(GRANULE)
+    slot = arena.take(1)
+    with torch.inference_mode():
+        arena.filling(slot, 1)()
+    arena.filling(slot, 1)()
+    torch.accelerator.synchronize()
+    arena.close()
+
+
 @pytest.mark.parametrize("slot_bytes", SIZES)
 def test_slots_have_memory_from_their_first_use_until_they_are_trimmed(
     slot_bytes: int, accelerator: Accelerator

@@ -109,11 +109,9 @@ class Together:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         from patrickstar.cli.batches import as_batch
-        from patrickstar.parallel.tensor_2d import grid_of
-        from patrickstar.parallel.transformer_models import works_together_over
+        from patrickstar.parallel.model_groups import groups_of
 
-        grid = grid_of(model)
-        groups: dict[str, Any] = {**works_together_over(model), **({} if grid is None else grid.lines)}
+        groups = groups_of(model)
         before = {name: group.sent.imagined for name, group in groups.items()}
         twin = copy.deepcopy(model)
         batch = self.shard(as_batch(torch.zeros(batch_size, seq_len, dtype=torch.int64)))

@@ -190,7 +190,7 @@ def works_together_over(model: nn.Module) -> dict[str, MeshGroup]:
 
 
 def _of(model: nn.Module) -> Parallelized | None:
-    ours = getattr(getattr(model, "__dict__", {}).get("_loss_function"), "__self__", None)
+    ours = getattr(vars(model).get("_loss_function"), "__self__", None)
     return ours if isinstance(ours, Parallelized) else None
 
 

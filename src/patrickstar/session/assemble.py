@@ -29,8 +29,8 @@ from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.user_optimizer import check_optimizer
 from patrickstar.parallel.grid import Line
 from patrickstar.parallel.group import MeshGroup
+from patrickstar.parallel.model_groups import groups_of
 from patrickstar.parallel.tensor_2d import cuts_of, grid_of
-from patrickstar.parallel.transformer_models import works_together_over
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.parameters.wrappers import expect_unwrapped
 from patrickstar.plan.fit import of_machine
@@ -73,8 +73,7 @@ def assemble(
     Raises:
         what `manage` raises: model and optimizer are then as before.
     """
-    grid = grid_of(model) if isinstance(model, nn.Module) else None
-    groups: dict[str, MeshGroup | Line] = {**works_together_over(model), **({} if grid is None else grid.lines)}
+    groups = groups_of(model) if isinstance(model, nn.Module) else {}
     makers = ranks_of(memory.mesh, {name: group.size for name, group in groups.items()})
     # First of all: the others hear of whatever this rank refuses.
     made = [make and Collectives(make(), timeout_s=memory.options.collective_timeout) for make in makers]
