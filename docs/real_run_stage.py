@@ -23,12 +23,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import patrickstar
 from patrickstar.cli.batches import Batch, Batches, validation_batches
-from patrickstar.cli.compare import digests
 from patrickstar.cli.data import prepare_data
 from patrickstar.cli.display import Display
+from patrickstar.cli.loop import ResidentGrowth
 from patrickstar.cli.model_source import ModelSource
+from patrickstar.cli.plain import digests
 from patrickstar.cli.request import BETAS, EPS, WEIGHT_DECAY, WarmupSchedule
-from patrickstar.cli.resident import ResidentGrowth
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.memory.process import reset_peak
 

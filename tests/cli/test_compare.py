@@ -12,9 +12,20 @@ import patrickstar
 from patrickstar.checkpoint import rng
 from patrickstar.cli import plain
 from patrickstar.cli.batches import Batches
-from patrickstar.cli.compare import ManagedRun, compare_plain, digest, digests
 from patrickstar.cli.loop import accumulate_gradients
-from patrickstar.cli.plain import PLAIN_FP32, PlainPrecision, PlainRun, Scaling, _padded, narrow, unscale_
+from patrickstar.cli.plain import (
+    PLAIN_FP32,
+    ManagedRun,
+    PlainPrecision,
+    PlainRun,
+    Scaling,
+    _padded,
+    compare_plain,
+    digest,
+    digests,
+    narrow,
+    unscale_,
+)
 from patrickstar.cli.request import BETAS, EPS, WEIGHT_DECAY, WarmupSchedule
 from patrickstar.config.settings import OptimizerSettings
 from patrickstar.optim.scale_rule import ScaleRule
