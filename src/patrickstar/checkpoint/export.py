@@ -18,11 +18,10 @@ from pathlib import Path
 
 import torch
 
-from patrickstar.checkpoint.shards import plan_shards
+from patrickstar.checkpoint.shards import Writers, plan_shards
 from patrickstar.checkpoint.staged_files import staged, sync_directory
 from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.checkpoint.weight_files import INDEX_FILE, STEM, WEIGHTS_FILE
-from patrickstar.checkpoint.writers import Writers
 from patrickstar.memory.fileio import FileIO, reported
 
 _SHARD_NAME = re.compile(rf"{STEM}-\d{{5}}-of-\d{{5}}\.safetensors")

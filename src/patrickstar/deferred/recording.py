@@ -20,19 +20,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from patrickstar.deferred import recipe
 from patrickstar.deferred.classes import deferred_classes
 from patrickstar.deferred.operations import OperationSignature, is_dense, is_plain
-from patrickstar.deferred.recipe import (
-    Call,
-    Cell,
-    can_replay_in,
-    digest,
-    over,
-    replay,
-    replay_in,
-    room,
-)
-from patrickstar.deferred.storages import Storages, operand
+from patrickstar.deferred.recipe import Call, Cell, Storages, operand, over, room
 from patrickstar.errors import LayoutError
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.torch_private import Unseen
@@ -132,27 +123,27 @@ class DeferredRecorder:
         with torch.inference_mode(False), _apart():
             cell = self._storages.cell(parameter)
             assert cell is not None, "a parameter without a record"
-            return over(replay(cell), operand(parameter, cell, None))
+            return over(recipe.replay(cell), operand(parameter, cell, None))
 
     def digest(self, parameter: Tensor) -> bytes:
         """The digest of what makes a parameter's values: alike, where these will be."""
         with torch.inference_mode(False), _apart():
             cell = self._storages.cell(parameter)
-            return b"" if cell is None else digest(cell)
+            return b"" if cell is None else recipe.digest(cell)
 
     def can_make_in(self, parameter: Tensor, dtype: torch.dtype) -> bool:
         """Tells whether a parameter's values can be made in memory of this type that is theirs, without any other."""
         with _apart():
             cell = self._storages.cell(parameter)
             is_whole = cell is not None and parameter.nbytes == cell.nbytes > 0 and is_dense(parameter)
-            return is_whole and cell is not None and can_replay_in(cell, dtype)
+            return is_whole and cell is not None and recipe.can_replay_in(cell, dtype)
 
     def make_in(self, parameter: Tensor, place: Tensor) -> None:
         """Makes a parameter's values in a given 1-D tensor, in the order in which the parameter lies in memory."""
         with torch.inference_mode(False), _apart():
             cell = self._storages.cell(parameter)
             assert cell is not None, "a parameter without a record"
-            replay_in(cell, place)
+            recipe.replay_in(cell, place)
 
     # operations
 
@@ -253,7 +244,7 @@ class DeferredRecorder:
         """The values of a parameter so far, for an operation that reads them."""
         if self._hand is None or self._hand[0] is not cell:
             self._hand = None
-            self._hand = (cell, replay(cell))
+            self._hand = (cell, recipe.replay(cell))
         return self._hand[1]
 
     def _gone(self, nbytes: int) -> None:

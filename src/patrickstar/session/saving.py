@@ -17,9 +17,9 @@ from patrickstar.checkpoint.export import write_model
 from patrickstar.checkpoint.find import open_step
 from patrickstar.checkpoint.naming import describe, own_keys
 from patrickstar.checkpoint.reader import StepReader
+from patrickstar.checkpoint.shards import Writers
 from patrickstar.checkpoint.storage import write_step
 from patrickstar.checkpoint.tensors import TensorEntry
-from patrickstar.checkpoint.writers import Writers
 from patrickstar.comm.all_ranks import AllRanks
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, WEIGHT
 from patrickstar.errors import CheckpointError
