@@ -14,8 +14,10 @@ Each message says what happened, the numbers, and what to change.
 
 from __future__ import annotations
 
+import copyreg
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 __all__ = [
     "BudgetError",
@@ -32,9 +34,9 @@ __all__ = [
 class Error(Exception):
     """Base of all errors this package raises on purpose."""
 
-    def __reduce__(self) -> tuple[Callable[..., Error], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # A pool of processes pickles what its workers raise; made from the message alone, a constructor that wants more would fail there.
-        return _rebuilt, (type(self), self.args, dict(vars(self)))
+        return copyreg.__newobj__, (type(self), *self.args), dict(vars(self))  # type: ignore[attr-defined]  # as any object is made again
 
 
 class BudgetError(Error):
@@ -110,13 +112,6 @@ class RankError(Error):
         self.ranks = tuple(ranks)
         self.action = action
         self.reason = reason
-
-
-def _rebuilt(kind: type[Error], args: tuple[object, ...], attributes: dict[str, object]) -> Error:
-    """An error as it was pickled or copied, without its constructor."""
-    error = kind.__new__(kind, *args)
-    vars(error).update(attributes)
-    return error
 
 
 def some(texts: Sequence[str], *, most: int, separator: str = ", ") -> str:

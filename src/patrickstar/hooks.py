@@ -65,9 +65,6 @@ class _Hook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _call_uncompiled(self.call, args, kwargs) if is_compiling() else self.call(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook(_nothing)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (_nothing,)
 

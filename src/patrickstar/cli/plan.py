@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from patrickstar.cli.flags import (
-    batch_options,
-    clip_option,
-    debug_option,
-    expect_rows,
-    memory_of,
-    memory_options,
-    whole_number,
-)
+from patrickstar.cli import flags
 from patrickstar.cli.machine_source import MachineSource
 from patrickstar.cli.model_source import ModelSource, check_length
 from patrickstar.cli.predict import forecast_row, predict, with_precision
@@ -43,21 +35,21 @@ _UNKNOWN_YET: Final = MappingProxyType(
     metavar="NAME|FILE",
     help="Plan for a machine that is not here: `patrickstar machines` lists the names, `patrickstar doctor --measure` writes the files.",
 )
-@whole_number("--world", 1, says="Ranks that share the model, the batch, and the budgets of their machines.")
-@batch_options
-@clip_option
-@memory_options
+@flags.whole_number("--world", 1, says="Ranks that share the model, the batch, and the budgets of their machines.")
+@flags.batch_options
+@flags.clip_option
+@flags.memory_options
 @together_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
-@debug_option
+@flags.debug_option
 def plan(**given: Any) -> int:
     """Say whether a model fits, its peaks by tier, and the bytes transferred per step."""
     from patrickstar.step.budgets import find_resources
 
-    arguments, world = memory_of(given), given["world"]
+    arguments, world = flags.memory_of(given), given["world"]
     together = Together.of(given, ranks=None if world == 1 else world)
     world = max(world, together.size)
-    expect_rows(given["batch_size"], world // together.size)
+    flags.expect_rows(given["batch_size"], world // together.size)
     machine = None if given["machine"] is None else MachineSource.find(given["machine"])
     source = ModelSource.find(given["model"])
     config = source.config()
@@ -81,11 +73,8 @@ def plan(**given: Any) -> int:
                 positions = getattr(config, "max_position_embeddings", None)
                 ways = {"seq_len": (together.multiple, positions), "batch_size": (world // together.size, None)}
                 for name, (of, most) in ways.items():
-
-                    def fits(n: int, name: str = name) -> bool:
-                        return ask(**{**shape, name: n}).fits
-
-                    found[name] = largest(fits, shape[name], of=of, most=most)
+                    ask_for = partial(lambda name, n: ask(**{**shape, name: n}).fits, name)
+                    found[name] = largest(ask_for, shape[name], of=of, most=most)
     finally:
         gc.unfreeze()
     if machine is not None:

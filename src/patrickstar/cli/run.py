@@ -137,14 +137,11 @@ def _compare(request: Request, data: Data, display: Display, managed: ManagedRun
     device = _device(request.arguments)
     _seed(request.seed)
     model = request.source.build().to(device)
+    alike: dict[str, Any] = {**request.shape, "seed": request.seed, "device": device}
+    rows = [world.rows(request.batch_size, rank) for rank in range(world.size)]
     run = PlainRun(
         model,
-        [
-            Batches(
-                data.train, **request.shape, seed=request.seed, device=device, rows=world.rows(request.batch_size, r)
-            )
-            for r in range(world.size)
-        ],
+        [Batches(data.train, **alike, rows=own) for own in rows],
         optimizer=request.optimizer,
         schedule=request.rates,
         clip=request.clip,

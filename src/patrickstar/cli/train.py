@@ -9,20 +9,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from patrickstar.cli import reexec
+from patrickstar.cli import flags, reexec
 from patrickstar.cli.configuration import Configuration, configure
-from patrickstar.cli.flags import (
-    Invocation,
-    VariadicCommand,
-    batch_options,
-    clip_option,
-    debug_option,
-    expect_rows,
-    memory_of,
-    memory_options,
-    path,
-    whole_number,
-)
 from patrickstar.cli.model_source import ModelSource
 from patrickstar.cli.request import SCHEDULES, Request, WarmupSchedule
 from patrickstar.cli.together import Together, together_options
@@ -31,17 +19,17 @@ from patrickstar.config.problems import refuse
 from patrickstar.errors import ConfigError
 
 
-@click.command(cls=VariadicCommand)
-@batch_options
+@click.command(cls=flags.VariadicCommand)
+@flags.batch_options
 @click.option(
     "--data",
     multiple=True,
     metavar="PATH...",
     help="Text files or directories; the Python standard library's sources where left out; random: random tokens.",
 )
-@whole_number("--steps", 100, says="Steps in all, resumed ones included.")
+@flags.whole_number("--steps", 100, says="Steps in all, resumed ones included.")
 @click.option("--lr", type=float, metavar="X", default=3e-4, show_default=True, help="Peak learning rate of AdamW.")
-@whole_number("--warmup", least=0, says="Steps until the peak.  [default: a tenth of the steps, at most 100]")
+@flags.whole_number("--warmup", least=0, says="Steps until the peak.  [default: a tenth of the steps, at most 100]")
 @click.option(
     "--schedule",
     type=click.Choice(SCHEDULES),
@@ -49,32 +37,32 @@ from patrickstar.errors import ConfigError
     show_default=True,
     help="Learning rate after the warm-up.",
 )
-@clip_option
-@whole_number("--seed", 0, least=0, most=(1 << 63) - 1, says="Of weights, dropout and data order.")
-@memory_options
+@flags.clip_option
+@flags.whole_number("--seed", 0, least=0, most=(1 << 63) - 1, says="Of weights, dropout and data order.")
+@flags.memory_options
 @together_options
-@path("--checkpoint-dir", "DIR", says="Save here at the end, on Ctrl-C and on SIGTERM.")
-@whole_number("--save-every", says="And every so many steps.")
-@whole_number("--keep", 2, says="How many of the newest checkpoints stay.")
+@flags.path("--checkpoint-dir", "DIR", says="Save here at the end, on Ctrl-C and on SIGTERM.")
+@flags.whole_number("--save-every", says="And every so many steps.")
+@flags.whole_number("--keep", 2, says="How many of the newest checkpoints stay.")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint, where there is one.")
 @click.option(
     "--compare-plain", is_flag=True, help="Run the same steps in plain PyTorch too; fail unless every bit is equal."
 )
-@path("--log-json", "FILE", says="A JSON object a line: start, every step, summary.")
-@path(
+@flags.path("--log-json", "FILE", says="A JSON object a line: start, every step, summary.")
+@flags.path(
     "--config",
     "FILE.json",
     says="Optimizer, scheduler, precision, clipping, batch and memory in the form of DeepSpeed and PatrickStar 0.4.6. What it does not say is as "
     "without it; flags that are given win.",
 )
-@debug_option
+@flags.debug_option
 @click.pass_obj
-def train(invocation: Invocation, **given: Any) -> int:
+def train(invocation: flags.Invocation, **given: Any) -> int:
     """Train a causal language model on text, under a memory budget."""
     world = invocation.world
     configuration: Configuration | None = None
     if given["config"] is None:
-        arguments = memory_of(given)
+        arguments = flags.memory_of(given)
     else:
         context = click.get_current_context()
         explicit = {name for name in given if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
@@ -104,8 +92,8 @@ def train(invocation: Invocation, **given: Any) -> int:
         "together": together,
         "warmup": WarmupSchedule(given["schedule"], min(100, steps // 10) if warmup is None else warmup, steps),
     }
-    flags = {field.name: given[field.name] for field in fields(Request) if field.name not in parts}
-    return run(Request(**parts, **flags), invocation.signals, world)
+    parts |= {field.name: given[field.name] for field in fields(Request) if field.name not in parts}
+    return run(Request(**parts), invocation.signals, world)
 
 
 def _check_unused(directory: Path | None) -> None:
@@ -125,6 +113,6 @@ def _check_together(given: dict[str, Any], *, ranks: int) -> None:
     for flag, name in (("--resume", "resume"), ("--save-every", "save_every")):
         if given[name] and given["checkpoint_dir"] is None:
             raise ConfigError(f"{flag} without --checkpoint-dir: name the directory of the checkpoints")
-    expect_rows(given["batch_size"], ranks)
+    flags.expect_rows(given["batch_size"], ranks)
     if given["compare_plain"] and given["resume"]:
         raise ConfigError("--compare-plain with --resume: the plain run has no checkpoint to go on from; leave one out")
