@@ -13,17 +13,7 @@ from patrickstar.errors import ConfigError, nearest
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
 _UNITS: Final[Mapping[str, int]] = MappingProxyType(
-    {
-        "B": 1,
-        "KB": 10**3,
-        "MB": 10**6,
-        "GB": 10**9,
-        "TB": 10**12,
-        "KiB": KIB,
-        "MiB": MIB,
-        "GiB": GIB,
-        "TiB": TIB,
-    }
+    {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 )
 _BINARY: Final = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 _SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*|%)\s*")

@@ -9,8 +9,7 @@ import safetensors.torch
 import torch
 from hypothesis import given
 
-from patrickstar.checkpoint.header import Span, encode_header, read_header
-from patrickstar.checkpoint.tensors import TensorEntry
+from patrickstar.checkpoint.tensors import Span, TensorEntry, encode_header, read_header
 from patrickstar.memory.fileio import FileIO
 from tests.checkpoint.samples import ENTRIES
 

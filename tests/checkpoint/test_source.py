@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patrickstar.checkpoint.source import Source, open_file
+from patrickstar.checkpoint.tensor_files import Source, open_file
 from patrickstar.errors import CheckpointError
 from patrickstar.memory.fileio import FileIO, two_blocks
 from tests.checkpoint.faults import NotDirect

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patrickstar.checkpoint.writer import FileWriter
+from patrickstar.checkpoint.staged_files import FileWriter
 from patrickstar.errors import DeviceError
 from patrickstar.memory.fileio import FileIO, two_blocks
 from patrickstar.testing.faults import FaultyIO, Short

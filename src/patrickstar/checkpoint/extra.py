@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from patrickstar.checkpoint.source import Source
-from patrickstar.checkpoint.staged_files import StagedFiles
-from patrickstar.checkpoint.writer import FileWriter
+from patrickstar.checkpoint.staged_files import FileWriter, StagedFiles
+from patrickstar.checkpoint.tensor_files import Source
 from patrickstar.errors import CheckpointError
 
 _AS_THEY_ARE = (type(None), bool, float, str)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from patrickstar.checkpoint.format import INDEX_NAME, LATEST_NAME, OLD_PREFIX, STEP_NAME
 from patrickstar.checkpoint.reader import StepReader
-from patrickstar.checkpoint.source import read_small
+from patrickstar.checkpoint.tensor_files import read_small
 from patrickstar.errors import CheckpointError
 from patrickstar.memory.fileio import FileIO, reported
 

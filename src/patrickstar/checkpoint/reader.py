@@ -21,8 +21,7 @@ from typing import Any
 
 from patrickstar.checkpoint.extra import read_values
 from patrickstar.checkpoint.format import INDEX_NAME, MOST_INDEX_BYTES, OLD_PREFIX, STEP_NAME, VALUES_NAME, decode_index
-from patrickstar.checkpoint.source import Source, read_small
-from patrickstar.checkpoint.tensor_files import TensorFiles
+from patrickstar.checkpoint.tensor_files import Source, TensorFiles, read_small
 from patrickstar.comm.all_ranks import AllRanks, share_out
 from patrickstar.errors import CheckpointError, some
 from patrickstar.memory.fileio import FileIO, reported

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 
 from patrickstar.checkpoint.format import FileRecord
-from patrickstar.checkpoint.header import encode_header
 from patrickstar.checkpoint.staged_files import StagedFiles
-from patrickstar.checkpoint.tensors import DTYPE_CODES, TensorEntry, bytes_of
+from patrickstar.checkpoint.tensors import DTYPE_CODES, TensorEntry, bytes_of, encode_header
 from patrickstar.comm.all_ranks import AllRanks, share_out
 from patrickstar.errors import ConfigError
 

@@ -30,9 +30,8 @@ from patrickstar.checkpoint.extra import Saved, take_values, write_values
 from patrickstar.checkpoint.find import is_complete, step_directories
 from patrickstar.checkpoint.format import INDEX_NAME, LATEST_NAME, OLD_PREFIX, VALUES_NAME, Index, encode_index
 from patrickstar.checkpoint.shards import Shard, Writers, plan_shards
-from patrickstar.checkpoint.staged_files import aside, remove, staged, sync_directory
+from patrickstar.checkpoint.staged_files import BLOCK_BYTES, aside, remove, staged, sync_directory
 from patrickstar.checkpoint.tensors import TensorEntry
-from patrickstar.checkpoint.writer import BLOCK_BYTES
 from patrickstar.errors import CheckpointError, ConfigError
 from patrickstar.memory.fileio import FileIO, reported
 from patrickstar.units import GIB

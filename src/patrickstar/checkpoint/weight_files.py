@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from patrickstar.checkpoint.format import INDEX_NAME, LATEST_NAME, MOST_INDEX_BYTES
-from patrickstar.checkpoint.source import read_small
-from patrickstar.checkpoint.tensor_files import TensorFiles
+from patrickstar.checkpoint.tensor_files import TensorFiles, read_small
 from patrickstar.config.json_file import parse_json
 from patrickstar.config.kinds import OBJECT, Kind
 from patrickstar.errors import CheckpointError
