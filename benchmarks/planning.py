@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from machine import describe_machine
 
-from patrickstar.cli.model_source import ModelSource
+from patrickstar.cli.models import ModelSource
 from patrickstar.core.chunk_size import search_chunk_numel
 from patrickstar.core.formats import FP32, SessionFormats
 from patrickstar.core.layout import TensorSpec, build_layout

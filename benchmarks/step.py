@@ -29,7 +29,7 @@ from step_process import BYTES_PER_PARAMETER, checkpointed, model_of, work
 from variants import ALL, DEFAULT, Variant
 from worker import Worker, WorkerError
 
-from patrickstar.cli.model_source import ModelSource
+from patrickstar.cli.models import ModelSource
 from patrickstar.memory.process import available_bytes
 from patrickstar.torch_private import computes_bf16, computes_fp16
 

@@ -26,7 +26,7 @@ from patrickstar.cli.batches import Batch, Batches, validation_batches
 from patrickstar.cli.data import prepare_data
 from patrickstar.cli.display import Display
 from patrickstar.cli.loop import ResidentGrowth
-from patrickstar.cli.model_source import ModelSource
+from patrickstar.cli.models import ModelSource
 from patrickstar.cli.plain import digests
 from patrickstar.cli.request import BETAS, EPS, WEIGHT_DECAY, WarmupSchedule
 from patrickstar.memory.allocator import release_free_memory

@@ -7,8 +7,8 @@ import pytest
 
 from patrickstar import errors
 from patrickstar.cli.corpus import DataError
-from patrickstar.cli.machine_source import MachineError
-from patrickstar.cli.model_source import ModelError
+from patrickstar.cli.machines import MachineError
+from patrickstar.cli.models import ModelError
 from patrickstar.errors import (
     BudgetError,
     CheckpointError,

@@ -99,8 +99,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 def watch_root(model: nn.Module, events: ModuleEvents, *, in_copies: bool = False) -> Watched:
     """Tells of the forwards of a model. Ours comes before the user's hooks on the way in, and after them on the way out.
 
-    Args:
-        in_copies: whether copies of the model tell the same listener.
+    `in_copies`: whether copies of the model tell the same listener.
     """
     before, after = events.before_forward, lambda module, *_: events.after_forward(module)
     if not in_copies:
@@ -116,8 +115,7 @@ def watch_root(model: nn.Module, events: ModuleEvents, *, in_copies: bool = Fals
 def watch_calls(modules: Iterable[nn.Module], calls: ModuleCalls, method: str) -> Watched:
     """Has calls of some modules inside a model go through `calls`. They have no hooks for it: torch computes other bits of some modules with hooks.
 
-    Args:
-        method: "forward", inside of the modules' hooks, or "_call_impl", around them.
+    `method`: "forward", inside of the modules' hooks, or "_call_impl", around them.
     """
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
     handles: list[_ClassHandle] = []

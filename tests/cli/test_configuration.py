@@ -182,7 +182,7 @@ def test_the_same_config_gives_the_bits_of_an_engine(train, runs, fp16):
     from patrickstar.cli.batches import VALIDATION_BATCHES, Batches, validation_batches
     from patrickstar.cli.data import prepare_data
     from patrickstar.cli.display import Display
-    from patrickstar.cli.model_source import ModelSource
+    from patrickstar.cli.models import ModelSource
     from patrickstar.runtime import initialize_engine
 
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5}

@@ -5,8 +5,7 @@ from dataclasses import FrozenInstanceError, asdict
 
 import pytest
 
-from patrickstar.cli.machine_source import MachineSource, write_machine
-from patrickstar.cli.machines import MACHINES
+from patrickstar.cli.machines import MACHINES, MachineSource, write_machine
 from patrickstar.cli.main import main
 from patrickstar.cli.models import Shape
 from patrickstar.config.arguments import check_arguments
@@ -131,7 +130,7 @@ def test_updates_in_16_bits_are_done_where_a_gpu_computes(machine, model, capsys
 
 
 def test_slots_of_a_device_are_whole_granules(machine, model):
-    from patrickstar.cli.model_source import ModelSource
+    from patrickstar.cli.models import ModelSource
     from patrickstar.cli.predict import predict
 
     built = ModelSource.find(str(model(2))).build_on_meta()

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from patrickstar.cli.main import main
-from patrickstar.cli.model_source import ModelError, ModelSource, check_length
+from patrickstar.cli.models import ModelError, ModelSource, check_length
 from patrickstar.errors import ConfigError
 
 TINY = {"model_type": "gpt2", "vocab_size": 512, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}

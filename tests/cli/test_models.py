@@ -1,8 +1,7 @@
 import pytest
 
 from patrickstar.cli.main import main
-from patrickstar.cli.model_source import ModelSource
-from patrickstar.cli.models import DEFAULT, MODELS, shape_named
+from patrickstar.cli.models import DEFAULT, MODELS, ModelSource, shape_named
 from patrickstar.errors import ConfigError
 
 ONE_OF_EACH = ["Bert", "GPT2small", "GPT_175B", "llama-3.2-1b", "llama-2-7b", "mistral-7b", "qwen2.5-0.5b"]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from patrickstar.cli.machine_source import MachineSource
-from patrickstar.cli.model_source import ModelSource
+from patrickstar.cli.machines import MachineSource
+from patrickstar.cli.models import ModelSource
 from patrickstar.cli.predict import predict
 from patrickstar.config.arguments import check_arguments
 from tests.docs.pages import ROOT

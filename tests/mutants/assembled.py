@@ -72,7 +72,7 @@ ASSEMBLED: tuple[Mutant, ...] = (
         replace("flat.dtype", "self.dtype(bound)"),
         f"{NARROW}::test_gradients_are_shown_rounded_and_what_is_changed_is_widened[bf16-fp32-1-a third]",
     ),
-    Fault("a-whole-entry-of-state-is-written-in-part", "session.state_mapping:StateMapping.__setitem__").by(
+    Fault("a-whole-entry-of-state-is-written-in-part", "session.optimizer_target:StateMapping.__setitem__").by(
         drop("count_of"), f"{STATE}::test_a_whole_entry_that_is_wrong_is_refused_before_any_of_it_is_written"
     ),
 )

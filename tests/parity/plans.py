@@ -31,7 +31,7 @@ from typing import Any, Final
 import torch
 
 from patrickstar import BudgetError, Options
-from patrickstar.cli.model_source import ModelSource
+from patrickstar.cli.models import ModelSource
 from patrickstar.core.fixed_costs import FixedCosts
 from patrickstar.core.planes import STEP
 from patrickstar.plan import make, planner

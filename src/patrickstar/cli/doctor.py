@@ -19,8 +19,7 @@ from typing import Any, Final
 import click
 
 from patrickstar.cli.flags import debug_option, path
-from patrickstar.cli.machine_source import write_machine
-from patrickstar.cli.machines import MachinePreset
+from patrickstar.cli.machines import MachinePreset, write_machine
 from patrickstar.errors import DeviceError
 from patrickstar.memory.fileio import FileIO
 from patrickstar.memory.filesystem import expect_usable, free_bytes

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from patrickstar.cli import flags
-from patrickstar.cli.machine_source import MachineSource
-from patrickstar.cli.model_source import ModelSource, check_length
+from patrickstar.cli.machines import MachineSource
+from patrickstar.cli.models import ModelSource, check_length
 from patrickstar.cli.predict import forecast_row, predict, with_precision
 from patrickstar.cli.together import Together, largest, together_options
 from patrickstar.core.shard_layout import RankOf

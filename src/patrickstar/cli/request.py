@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from patrickstar.cli.configuration import Configuration
-from patrickstar.cli.model_source import ModelSource
+from patrickstar.cli.models import ModelSource
 from patrickstar.cli.together import Together
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.settings import OptimizerSettings

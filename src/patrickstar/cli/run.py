@@ -23,7 +23,7 @@ from patrickstar.cli.data import Data, prepare_data
 from patrickstar.cli.display import Display, NoteHandler
 from patrickstar.cli.event_log import EventLog
 from patrickstar.cli.loop import LOSSES, TrainingRun, validation_loss
-from patrickstar.cli.model_source import check_length
+from patrickstar.cli.models import check_length
 from patrickstar.cli.plain import Comparison, ManagedRun, PlainPrecision, PlainRun, Scaling, compare_plain, digests
 from patrickstar.cli.predict import forecast_row, predict, start_row, with_precision
 from patrickstar.cli.request import Request

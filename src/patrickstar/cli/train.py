@@ -11,7 +11,7 @@ from click.core import ParameterSource
 
 from patrickstar.cli import flags, reexec
 from patrickstar.cli.configuration import Configuration, configure
-from patrickstar.cli.model_source import ModelSource
+from patrickstar.cli.models import ModelSource
 from patrickstar.cli.request import SCHEDULES, Request, WarmupSchedule
 from patrickstar.cli.together import Together, together_options
 from patrickstar.config.kinds import POSITIVE

@@ -97,7 +97,6 @@ def check_arguments(**arguments: Any) -> MemoryOptions:
         ConfigError: with every problem: arguments that do not exist, values, and what does not go together.
     """
     known = MemoryOptions.__dataclass_fields__
-    unknown = [name for name in arguments if name not in known]
     given = {name: value for name, value in arguments.items() if name in known}
     if given.get("options") is None:
         given["options"] = Options()
@@ -106,7 +105,7 @@ def check_arguments(**arguments: Any) -> MemoryOptions:
             given[name] = Path(given[name])
     if type(given.get("device")).__name__ == "device":
         given["device"] = str(given["device"])  # a torch.device, which this layer does not import
-    problems = [unknown_argument(name, known) for name in unknown]
+    problems = [unknown_argument(name, known) for name in arguments if name not in known]
     try:
         checked = MemoryOptions(**given)
     except ConfigError as error:

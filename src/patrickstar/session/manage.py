@@ -58,20 +58,5 @@ def manage(
     Raises:
         ConfigError, LayoutError, StateError, BudgetError, CheckpointError, DeviceError: model and optimizer are then as before.
     """
-    memory = check_arguments(
-        device=device,
-        precision=precision,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        disk=disk,
-        disk_memory=disk_memory,
-        states=states,
-        step=step,
-        max_grad_norm=max_grad_norm,
-        weights=weights,
-        activations=activations,
-        mesh=mesh,
-        options=options,
-        **unknown,
-    )
-    return assemble(model, optimizer, memory)
+    known = {name: value for name, value in locals().items() if name not in ("model", "optimizer", "unknown")}
+    return assemble(model, optimizer, check_arguments(**known, **unknown))

@@ -1,26 +1,33 @@
-"""A session as its optimizer sees it: steps, and the state as whole tensors, in the format of torch's own classes."""
+"""A session as its optimizer sees it: steps, the state as whole tensors, and `optimizer.state`, a mapping to what lies in chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Final, NoReturn, TypeVar
 
 import torch
+from torch import Tensor
 
 from patrickstar.core.machine import Tier
-from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ
-from patrickstar.errors import BudgetError
+from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, STEP
+from patrickstar.errors import BudgetError, StateError
+from patrickstar.memory.leases import AssembledKey
 from patrickstar.optim.state import State
 from patrickstar.optim.user_optimizer import read_groups
+from patrickstar.parameters.assembled import title
 from patrickstar.session.parts import Parts
-from patrickstar.session.state_mapping import StateMapping
+from patrickstar.step.assembling import count_of
 from patrickstar.units import format_bytes
+
+FIELDS: Final = (STEP, EXP_AVG, EXP_AVG_SQ)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class OptimizerTarget:
-    """A session as its optimizer sees it (`optim.managed.StepTarget`).
+    """A session as its optimizer sees it: `optim.managed.StepTarget` says what each is for.
 
     Attributes:
         parts: of the session. original: the optimizer that was passed to `manage`.
@@ -30,7 +37,6 @@ class OptimizerTarget:
     original: torch.optim.Optimizer
 
     def step_groups(self) -> None:
-        """The optimizer's step."""
         events = self.parts.events
         events.forget_abandoned_backward()
         events.check_watch()
@@ -43,18 +49,15 @@ class OptimizerTarget:
             self.parts.executor.settle()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """The optimizer's `zero_grad`."""
         self.parts.events.forget_abandoned_backward()
         names = set(read_groups(self.original.param_groups, self.parts.binding.names))
         self.parts.training.zero_grad(set_to_none=set_to_none, names=names)
 
     @cached_property
     def optimizer_state(self) -> StateMapping:
-        """The state by parameter, bound by use; one and the same mapping."""
         return StateMapping(self.parts, self.original)
 
     def optimizer_states(self) -> dict[str, State]:
-        """The state by name, whole. BudgetError where it does not fit at once."""
         self.parts.begin_access()
         parts, budget = self.parts, self.parts.host_budget_bytes
         state, stretch = parts.executor.store.state, parts.executor.pilot.stretch
@@ -77,7 +80,6 @@ class OptimizerTarget:
             stretch.reserve(-needed)
 
     def load_optimizer_states(self, states: Mapping[str, State]) -> None:
-        """Takes over moments and counts of updates, in place of all there were."""
         self.parts.begin_access()
         for name in set(self.parts.steps) - set(states):
             self.parts.weights.clear_averages(name)
@@ -89,3 +91,189 @@ def states_of(parts: Parts) -> dict[str, State]:
     """Count and moments by parameter name, each a copy."""
     read = parts.weights.read
     return {name: State(count, read(name, EXP_AVG), read(name, EXP_AVG_SQ)) for name, count in parts.steps.items()}
+
+
+class StateMapping(MutableMapping[Tensor, Any]):
+    """A mapping like torch's `optimizer.state`: a parameter is in it once it has been updated; what is asked of another one is empty.
+
+    Args:
+        parts: of the session. optimizer: the one that was passed to `manage`.
+    """
+
+    def __init__(self, parts: Parts, optimizer: torch.optim.Optimizer) -> None:
+        self._parts = parts
+        self._binding = parts.binding
+        self._weights = parts.weights
+        self._steps = parts.steps
+        self._optimizer = optimizer
+
+    def __getitem__(self, parameter: Tensor) -> ParameterState:
+        self._parts.expect_open()
+        return ParameterState(of=self, name=self._name(parameter))
+
+    def get(self, parameter: Tensor, default: _T = None) -> ParameterState | _T:  # type: ignore[assignment]
+        """The parameter's state, if it has one."""
+        return self[parameter] if parameter in self else default  # noqa: SIM401  (this is `get`)
+
+    def __contains__(self, parameter: object) -> bool:
+        self._parts.expect_open()
+        return self._binding.names.get(id(parameter)) in self._steps
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self._parts.expect_open()
+        groups = self._optimizer.param_groups
+        seen = dict.fromkeys(id(each) for group in groups for each in group["params"] if each in self)
+        named = {id(bound.parameter): bound.parameter for bound in self._binding}
+        return iter([named[key] for key in seen])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __setitem__(self, parameter: Tensor, values: Mapping[str, Any]) -> None:
+        """Writes the whole entry of a parameter, or nothing where something of it is wrong."""
+        self._parts.begin_access()
+        name = self._name(parameter)
+        if not values:
+            if name in self._steps:
+                del self[parameter]
+            return
+        if set(values) != set(FIELDS):
+            raise StateError(
+                f"optimizer.state[{name}] was assigned {sorted(values)}: the states of a parameter are {', '.join(FIELDS)}"
+            )
+        wanted = {plane: self.check(name, plane, values[plane]) for plane in FIELDS}
+        if wanted[STEP] is not None:
+            count_of(AssembledKey(name, STEP), wanted[STEP])
+        for plane in (EXP_AVG, EXP_AVG_SQ, STEP):
+            self.write(name, plane, wanted[plane])
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        if parameter not in self:
+            raise KeyError(parameter)
+        name = self._name(parameter)
+        self._parts.begin_access()
+        self._weights.clear_averages(name)
+        del self._steps[name]
+
+    def pop(self, parameter: Tensor, *default: Any) -> Any:
+        """Takes a parameter's state out: ordinary tensors."""
+        if parameter not in self and default:
+            return default[0]
+        entry = {plane: value.clone() for plane, value in self[parameter].items()}
+        del self[parameter]
+        return entry
+
+    def clear(self) -> None:
+        """Forgets all state, as before the first step."""
+        for parameter in self:
+            del self[parameter]
+
+    def __repr__(self) -> str:
+        return f"<state of {len(self)} parameters, in chunks>"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StateError("optimizer.state lies in chunks and cannot be copied or pickled: use optimizer.state_dict()")
+
+    # what entries ask for
+
+    def has(self, name: str) -> bool:
+        """Tells whether there is a state of a parameter."""
+        self._parts.expect_open()
+        return name in self._steps
+
+    def tensor(self, name: str, plane: str) -> Tensor:
+        """One of a parameter's tensors, bound by use."""
+        like = self._binding.by_name[name].shape_only
+        shape, stride = ((), ()) if plane == STEP else (like.shape, like.stride())
+        shape_only = torch.empty_strided(shape, stride, dtype=torch.float32, device="meta")
+        return self._binding.assembled.tensor(AssembledKey(name, plane), shape_only)
+
+    def check(self, name: str, plane: str, value: Any) -> Tensor | None:
+        """The value as it may be written; None where it is what is there already. StateError where it cannot be written."""
+        key = AssembledKey(name, plane)
+        if self._binding.assembled.is_of(value, key):
+            return None
+        other = self._binding.assembled.of(value)
+        if other is not None:
+            what = title(other.source.key)
+            raise StateError(
+                f"{title(key)} was assigned {what}, which lies in chunks and cannot be another's: assign a copy, {what}.clone()"
+            )
+        if plane == STEP and isinstance(value, int | float):
+            value = torch.tensor(float(value))
+        shape = () if plane == STEP else tuple(self._binding.by_name[name].shape_only.shape)
+        if not isinstance(value, Tensor):
+            raise StateError(
+                f"{title(key)} was assigned a {type(value).__name__}: it is a tensor {shape} of torch.float32"
+            )
+        is_right = tuple(value.shape) == shape and value.dtype is torch.float32 and value.device.type == "cpu"
+        if not is_right:
+            raise StateError(
+                f"{title(key)} was assigned a tensor {tuple(value.shape)} of {value.dtype} on {value.device}: it is one of shape {shape}, "
+                "torch.float32, on cpu"
+            )
+        return value
+
+    def write(self, name: str, plane: str, value: Tensor | None) -> None:
+        """Writes a value that was checked."""
+        if value is None:
+            return
+        self._parts.begin_access()
+        if plane != STEP:
+            self._weights.write_average(name, plane, value.detach())
+            return
+        self._steps[name] = count_of(AssembledKey(name, STEP), value)
+        self._binding.assembled.changed(AssembledKey(name, STEP))
+
+    def _name(self, parameter: Tensor) -> str:
+        name = self._binding.names.get(id(parameter))
+        if name is None:
+            raise KeyError(
+                f"{type(parameter).__name__} {tuple(parameter.shape)} is no parameter of the session's model"
+            )
+        return name
+
+
+class ParameterState(MutableMapping[str, Any]):
+    """The optimizer's state of one parameter: `step`, `exp_avg`, `exp_avg_sq`; nothing before its first update."""
+
+    def __new__(cls, *values: Any, **of: Any) -> Any:
+        # Code that maps a function over containers makes another one of the same type from the results: those are ordinary tensors.
+        return super().__new__(cls) if of else dict(*values)
+
+    def __init__(self, *, of: StateMapping, name: str) -> None:
+        self._of = of
+        self._name = name
+
+    def __getitem__(self, plane: str) -> Tensor:
+        if plane not in FIELDS or not self._of.has(self._name):
+            raise KeyError(plane)
+        return self._of.tensor(self._name, plane)
+
+    def __setitem__(self, plane: str, value: Any) -> None:
+        if plane not in FIELDS:
+            raise StateError(
+                f"optimizer.state[{self._name}][{plane!r}] was assigned: the states of a parameter are {', '.join(FIELDS)}"
+            )
+        if not self._of.has(self._name):
+            raise StateError(
+                f"optimizer.state[{self._name}] is empty before the first update: assign the whole of it, a mapping of {', '.join(FIELDS)}"
+            )
+        self._of.write(self._name, plane, self._of.check(self._name, plane, value))
+
+    def __delitem__(self, plane: str) -> NoReturn:
+        raise StateError(
+            f"{plane!r} of optimizer.state[{self._name}] cannot be taken out by itself: `del optimizer.state[parameter]` lets go of all of it"
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(FIELDS if self._of.has(self._name) else ())
+
+    def __len__(self) -> int:
+        return len(FIELDS) if self._of.has(self._name) else 0
+
+    def __repr__(self) -> str:
+        return f"<state of {self._name}, in chunks: {', '.join(self) or 'empty'}>"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StateError("optimizer.state lies in chunks and cannot be copied or pickled: use optimizer.state_dict()")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from patrickstar.core.formats import Formats
-from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT
 from patrickstar.core.trace import Trace
@@ -34,7 +32,9 @@ def smallest_budgets(setup: Setup, traces: tuple[Trace, ...]) -> dict[str, int]:
     minimum = {tier.label: 0 for tier in Tier}
     if machine.compute is Tier.DEVICE and not _rests_below(setup):
         needs = partial(_needed_beside_homes, setup, traces)
-        everything = sum(_unit_bytes(layout, formats))
+        units = formats.units(layout, (WEIGHT, REST, EXP_AVG, EXP_AVG_SQ, GRAD))
+        slots = sum(residency.slots_of(ref, layout, formats) for ref in units)
+        everything = slots * residency.bytes_of_slot(layout, formats)
         minimum[Tier.HOST.label] = enough = _smallest_host(machine, needs, everything)
         try:
             needed = needs(machine)
@@ -96,13 +96,6 @@ def _smallest_host(machine: Machine, needs: Callable[[Machine], int], everything
 
 def _with_host(machine: Machine, host_bytes: int) -> Machine:
     return Machine(machine.compute, {**machine.budget, Tier.HOST: host_bytes})
-
-
-def _unit_bytes(layout: Layout, formats: Formats) -> Iterator[int]:
-    """Bytes of all units that there may be."""
-    slot_bytes = residency.bytes_of_slot(layout, formats)
-    for ref in formats.units(layout, (WEIGHT, REST, EXP_AVG, EXP_AVG_SQ, GRAD)):
-        yield residency.slots_of(ref, layout, formats) * slot_bytes
 
 
 def let_gradients_go(state: Residency, *, keeps: bool) -> None:

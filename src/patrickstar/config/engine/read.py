@@ -36,11 +36,8 @@ def read_config(
     found = Scan()
     found.look_up(config or {})
     notes: list[str] = []
-    optimizer, schedule, (accumulate, micro_batch_size) = (
-        _optimizer(found, notes),
-        _schedule(found),
-        _batch(found, ranks),
-    )
+    optimizer, schedule = _optimizer(found, notes), _schedule(found)
+    accumulate, micro_batch_size = _batch(found, ranks)
     memory = _memory(found, accumulate)
     refuse([f"{path}: {why}" for path, why in found.problems.items()], of=of)
     return EngineSettings(
