@@ -69,11 +69,7 @@ class StepReader(TensorFiles):
         return found
 
     def require_model(self, parameters: Mapping[str, Sequence[int]]) -> None:
-        """Return if this checkpoint is of a model with the given parameters, names and shapes.
-
-        Raises:
-            CheckpointError: of another one; says what differs.
-        """
+        """Return if this checkpoint is of a model with the given parameters, names and shapes. CheckpointError: of another one; says what differs."""
         wanted, saved = {name: tuple(shape) for name, shape in parameters.items()}, self._index.parameters
         odd = sorted({name for name, _ in wanted.items() ^ saved.items()})
         if odd:

@@ -159,11 +159,7 @@ class Source:
             io.set_direct(fd)
 
     def read_into(self, out: memoryview, offset: int) -> None:
-        """Fill `out` with the bytes from `offset` on.
-
-        Raises:
-            CheckpointError: they cannot be read, or the file ends before; with offset and bytes.
-        """
+        """Fill `out` with the bytes from `offset` on. CheckpointError: they cannot be read, or the file ends before; with offset and bytes."""
         at = 0
         for start, stop in self._windows(offset, len(out)):
             part = self._load(self._blocks[0], start, stop)

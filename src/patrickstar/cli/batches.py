@@ -62,11 +62,7 @@ class Batches:
         return {"position": self._position, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from where the state was taken.
-
-        Raises:
-            CheckpointError: it was taken from other tokens or with other numbers; the message says which.
-        """
+        """Goes on from where the state was taken. CheckpointError: it was taken from other tokens or with other numbers; the message says which."""
         for name, now in self._identity.items():
             then = state.get(name)
             if then != now:
