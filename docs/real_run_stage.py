@@ -22,8 +22,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import patrickstar
-from patrickstar.cli.batches import Batch, Batches, validation_batches
-from patrickstar.cli.data import prepare_data
+from patrickstar.cli.batches import Batch, Batches, prepare_data, validation_batches
 from patrickstar.cli.display import Display
 from patrickstar.cli.loop import ResidentGrowth
 from patrickstar.cli.models import ModelSource

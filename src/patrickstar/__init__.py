@@ -10,8 +10,7 @@ import importlib as _importlib
 import types as _types
 import typing as _typing
 
-from patrickstar.config.loss_scale import LossScale
-from patrickstar.config.options import Options
+from patrickstar.config.options import LossScale, Options
 from patrickstar.errors import (
     BudgetError,
     CheckpointError,

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patrickstar.cli.batches import Batches, random_tokens, validation_batches
+from patrickstar.cli.batches import Batches, prepare_data, random_tokens, validation_batches
 from patrickstar.cli.corpus import DataError
-from patrickstar.cli.data import prepare_data
 from patrickstar.cli.display import Display
 from patrickstar.errors import CheckpointError, ConfigError
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from patrickstar import ConfigError
-from patrickstar.cli.configuration import configure
+from patrickstar.cli.request import configure
 from patrickstar.config.settings import Schedule
 
 FLAGS = {
@@ -179,8 +179,7 @@ def test_the_same_config_gives_the_bits_of_an_engine(train, runs, fp16):
     """What `train` does with a config, `initialize_engine` does too."""
     import torch
 
-    from patrickstar.cli.batches import VALIDATION_BATCHES, Batches, validation_batches
-    from patrickstar.cli.data import prepare_data
+    from patrickstar.cli.batches import VALIDATION_BATCHES, Batches, prepare_data, validation_batches
     from patrickstar.cli.display import Display
     from patrickstar.cli.models import ModelSource
     from patrickstar.runtime import initialize_engine

@@ -18,8 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from patrickstar.cli import loop
-from patrickstar.cli.batches import Batches
-from patrickstar.cli.data import prepare_data
+from patrickstar.cli.batches import Batches, prepare_data
 from patrickstar.cli.display import Display
 from patrickstar.cli.event_log import EventLog
 from patrickstar.cli.main import main

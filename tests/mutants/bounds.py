@@ -18,7 +18,7 @@ BOUNDS: tuple[Mutant, ...] = (
         returns("CONSTANT_BYTES", nth=2),
         f"{COSTS}::test_a_need_and_what_comes_beside_it_is_the_smallest_budget_that_has_room_for_it",
     ),
-    Fault("a-forecast-names-a-budget-without-fixed-costs", "session.smallest:smallest_budgets").by(
+    Fault("a-forecast-names-a-budget-without-fixed-costs", "session.forecast:smallest_budgets").by(
         without("machine.costs.beside(needed)"), f"{GUESS}[with fixed costs]"
     ),
     Fault("chunks-on-a-device-are-no-whole-granules", "core.chunk_size:search_chunk_numel").by(

@@ -24,7 +24,7 @@ ENGINE: tuple[Mutant, ...] = (
         replace("(twice := sorted(...))", "False and sorted({name for name in names if names.count(name) > 1})"),
         "tests/config/test_json_file.py::test_a_file_that_is_no_config_is_refused_with_the_place",
     ),
-    Fault("a-misspelt-key-is-passed-over", "config.engine.scan:Scan.look_up").by(
+    Fault("a-misspelt-key-is-passed-over", "config.engine.read:Scan.look_up").by(
         replace("not _has_no_effect(...)", "_ and path in SECTIONS"),
         "tests/config/engine/test_table.py::test_what_is_wrong_with_one_key",
     ),
@@ -34,10 +34,10 @@ ENGINE: tuple[Mutant, ...] = (
     Fault("micro-batches-are-summed-not-averaged", "engine.engine:Engine.backward").by(
         drop("loss"), f"{RUN}::test_accumulation_and_clipping_take_effect"
     ),
-    Fault("gradients-are-zeroed-between-boundaries", "engine.engine_optimizer:EngineOptimizer.zero_grad").by(
+    Fault("gradients-are-zeroed-between-boundaries", "engine.engine:EngineOptimizer.zero_grad").by(
         always("micro_steps"), f"{RUN}::test_accumulation_and_clipping_take_effect"
     ),
-    Fault("the-schedule-does-not-wait-for-an-update", "engine.engine_optimizer:EngineOptimizer.step").by(
+    Fault("the-schedule-does-not-wait-for-an-update", "engine.engine:EngineOptimizer.step").by(
         always("_updated"), f"{RUN}::test_a_step_that_overflows_is_skipped_and_the_schedule_waits"
     ),
     Fault("an-engine-warns-of-what-the-original-never-closed", "engine.initialize:initialize_engine").by(
@@ -47,14 +47,14 @@ ENGINE: tuple[Mutant, ...] = (
         replace("hint < target_numel(numel)", "hint > 0"),
         f"{RUN}::test_a_chunk_size_is_an_upper_bound_and_never_more_than_the_model_needs",
     ),
-    Fault("a-flag-is-not-heard-beside-a-config", "cli.configuration:configure").by(
+    Fault("a-flag-is-not-heard-beside-a-config", "cli.request:configure").by(
         never("_KEYS"), f"{TRAIN}::test_a_flag_on_the_command_line_stands_in_the_place_of_its_key"
     ),
     Fault("the-schedule-of-a-run-advances-where-a-step-is-skipped", "cli.loop:TrainingRun._step").by(
         always("steps"), f"{TRAIN}::test_the_same_config_gives_the_bits_of_an_engine"
     ),
-    Fault("l2-decay-is-decoupled", "optim.schedules:build_optimizer").by(
+    Fault("l2-decay-is-decoupled", "optim.configured:build_optimizer").by(
         always("settings.decoupled"),
-        "tests/optim/test_scheduler.py::test_an_optimizer_is_torch_s_own_with_the_settings",
+        "tests/optim/test_configured.py::test_an_optimizer_is_torch_s_own_with_the_settings",
     ),
 )

@@ -59,21 +59,21 @@ HOMES: tuple[Mutant, ...] = (
         never("trained"),
         f"{TESTS}::test_a_forecast_has_the_peaks_and_the_moves_of_a_run[emulated-three-fp32]",
     ),
-    Fault("the-smallest-budget-is-that-of-a-first-step", "session.smallest:_needed_beside_homes").by(
+    Fault("the-smallest-budget-is-that-of-a-first-step", "session.forecast:_needed_beside_homes").by(
         without("trained="),
         "tests/session/test_budgets.py::test_the_budget_that_is_named_before_any_is_tried_fits_and_a_byte_less_does_not[host alone]",
     ),
     Fault(
-        "the-smallest-budget-of-a-device-is-told-as-if-the-host-held-everything", "session.smallest:smallest_budgets"
+        "the-smallest-budget-of-a-device-is-told-as-if-the-host-held-everything", "session.forecast:smallest_budgets"
     ).by(
         replace("machine.compute is Tier.DEVICE", "False"),
         "tests/cli/test_machine_source.py::test_model_data_fills_the_device_and_the_host_together",
     ),
-    Fault("a-host-through-which-no-unit-passes-has-no-smallest-budget", "session.smallest:_smallest_host").by(
+    Fault("a-host-through-which-no-unit-passes-has-no-smallest-budget", "session.forecast:_smallest_host").by(
         replace("host_bytes += refusal.smallest_bytes - refusal.available_bytes", "host_bytes = best"),
         f"{TESTS}::test_a_host_through_which_no_unit_passes_is_refused_with_what_would_do",
     ),
-    Fault("a-forecast-raises-where-no-unit-passes-through-the-host", "session.smallest:smallest_budgets").by(
+    Fault("a-forecast-raises-where-no-unit-passes-through-the-host", "session.forecast:smallest_budgets").by(
         replace("BudgetError", "ZeroDivisionError"),
         f"{TESTS}::test_a_host_through_which_no_unit_passes_is_refused_with_what_would_do",
     ),

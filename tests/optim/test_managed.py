@@ -14,7 +14,7 @@ from patrickstar.errors import CheckpointError, ConfigError, StateError
 from patrickstar.optim.adamw import Adam, AdamW
 from patrickstar.optim.choose import choose_kernel
 from patrickstar.optim.managed import ManagedOptimizer
-from patrickstar.optim.state import State
+from patrickstar.optim.user_optimizer import State
 from tests.optim.test_state import assert_same
 
 KINDS = [torch.optim.AdamW, torch.optim.Adam, AdamW, Adam]

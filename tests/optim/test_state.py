@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from patrickstar.errors import CheckpointError, ConfigError
-from patrickstar.optim.state import State, restore_groups, unpack
+from patrickstar.optim.user_optimizer import State, restore_groups, unpack
 
 
 def trained(kind=torch.optim.AdamW, **options):

@@ -15,8 +15,7 @@ import patrickstar
 from patrickstar import BudgetError
 from patrickstar.config.arguments import check_arguments
 from patrickstar.optim.choose import choose_kernels
-from patrickstar.session.forecast import forecast
-from patrickstar.session.smallest import smallest_budgets
+from patrickstar.session.forecast import forecast, smallest_budgets
 from patrickstar.session.start import set_up
 from patrickstar.step.budgets import find_budgets, find_resources
 from patrickstar.units import MIB

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from patrickstar.checkpoint import rng
 from patrickstar.cli.batches import Batches
 from patrickstar.cli.loop import backward
-from patrickstar.config.loss_scale import LossScale
+from patrickstar.config.options import LossScale
 from patrickstar.config.settings import OptimizerSettings
+from patrickstar.optim.configured import Scheduler, build_optimizer
 from patrickstar.optim.scale_rule import ScaleRule
-from patrickstar.optim.schedules import Rates, Scheduler, build_optimizer
+from patrickstar.optim.schedules import Rates
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.step.precision import lies_in
 

@@ -1,18 +1,21 @@
-"""A request of `train`: all that was asked for, checked; and the learning rates of its flags."""
+"""A request of `train`: what flags say, what a config in the form of DeepSpeed and PatrickStar 0.4.6 says, and which of them wins."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
-from patrickstar.cli.configuration import Configuration
 from patrickstar.cli.models import ModelSource
 from patrickstar.cli.together import Together
 from patrickstar.config.arguments import MemoryOptions
-from patrickstar.config.settings import OptimizerSettings
+from patrickstar.config.engine.read import read_config
+from patrickstar.config.json_file import read_json
+from patrickstar.config.settings import EngineSettings, OptimizerSettings
+from patrickstar.errors import ConfigError
 from patrickstar.optim.schedules import Rates, rates_of
 
 BETAS = (0.9, 0.999)
@@ -92,3 +95,93 @@ class Request:
     def shape(self) -> dict[str, Any]:
         """The shape of a batch."""
         return {"batch_size": self.batch_size, "seq_len": self.seq_len}
+
+
+_PRECISIONS: Final = ("fp16.enabled", "bf16.enabled", "bfloat16.enabled", "patrickstar.precision")
+# The key that says what a flag says; and others that a flag stands in the place of, sections as a whole.
+_OWN: Final = ("device", "precision", "device_memory", "host_memory", "disk", "disk_memory", "step")
+_KEYS: Final = MappingProxyType(
+    {name: f"patrickstar.{name}" for name in _OWN}
+    | {"batch_size": "train_micro_batch_size_per_gpu", "accumulate": "gradient_accumulation_steps"}
+    | {"clip": "gradient_clipping", "lr": "optimizer.params.lr"}
+)
+_OTHERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "disk": ("client.nvme_base_dir", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"),
+        "host_memory": ("client.mem_tracer.overall_cpu_mem_ratio",),
+        "precision": _PRECISIONS,
+        "schedule": ("scheduler",),
+        "warmup": ("scheduler",),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """A config, with the flags that were given on the command line in the place of its keys.
+
+    What it does not say is as without it: `None` and empty mappings stand for that.
+
+    Attributes:
+        flags: values in the place of flags' defaults, by their names. optimizer: that of the config.
+    """
+
+    path: Path
+    settings: EngineSettings
+    memory: MemoryOptions
+    flags: Mapping[str, Any]
+    optimizer: OptimizerSettings | None
+
+
+def configure(path: Path, given: Mapping[str, Any], *, explicit: Collection[str], ranks: int = 1) -> Configuration:
+    """Reads a config for a run whose flags are `given`; `explicit`: those that stand on the command line, which win.
+
+    `ranks`: how many there are; a micro batch in a config is one rank's, `--batch-size` that of all.
+
+    Raises:
+        ConfigError: the config has problems, also with the flags in place; or a flag has nothing to say beside it.
+    """
+    config = read_json(path)
+    for flag in explicit:
+        for key in _OTHERS.get(flag, ()):
+            _put(config, key, None)
+        if flag in _KEYS and (flag != "lr" or isinstance(config.get("optimizer"), dict)):
+            _put(config, _KEYS[flag], max(1, given[flag] // ranks) if flag == "batch_size" else given[flag])
+    settings = read_config(config, of=f"config {path}", ranks=ranks)
+    said = settings.values
+    if said.get("steps_per_print") is not None:
+        why = "steps_per_print (`train` shows its progress, and --log-json has every step)"
+        settings = replace(settings, ignored=(*settings.ignored, why))
+    schedule = settings.schedule
+    if schedule is not None and "lr" in explicit and not schedule.follows_optimizer:
+        raise ConfigError(
+            f"--lr with config {path}: the rates of its scheduler, {schedule.name}, are its own; leave one of them out, "
+            "or give --schedule"
+        )
+    if settings.memory.weights is not None:
+        raise ConfigError(f"config {path}: patrickstar.weights: --model DIR starts from weights; leave it out")
+    flags: dict[str, Any] = {"clip": settings.memory.max_grad_norm} if "gradient_clipping" in said else {}
+    flags["accumulate"] = settings.accumulate
+    if "batch_size" in explicit:
+        flags["batch_size"] = given["batch_size"]
+    elif settings.micro_batch_size is not None:
+        flags["batch_size"] = settings.micro_batch_size * ranks
+    memory = settings.memory
+    if not any(key in said for key in _PRECISIONS):
+        memory = replace(memory, precision=None)
+    optimizer = settings.optimizer if any(key.startswith("optimizer.") for key in said) else None
+    return Configuration(path, settings, memory, flags, optimizer)
+
+
+def _put(config: dict[str, Any], path: str, value: object) -> None:
+    """Writes a key, or with None leaves it out. What stands where a section should is left for the reader to tell."""
+    *sections, name = path.split(".")
+    within: Any = config
+    for section in sections:
+        within[section] = {} if within.get(section) is None else within[section]
+        within = within[section]
+        if not isinstance(within, dict):
+            return
+    within.pop(name, None)
+    if value is not None:
+        within[name] = str(value) if isinstance(value, Path) else value

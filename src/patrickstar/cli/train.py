@@ -10,9 +10,8 @@ import click
 from click.core import ParameterSource
 
 from patrickstar.cli import flags, reexec
-from patrickstar.cli.configuration import Configuration, configure
 from patrickstar.cli.models import ModelSource
-from patrickstar.cli.request import SCHEDULES, Request, WarmupSchedule
+from patrickstar.cli.request import SCHEDULES, Configuration, Request, WarmupSchedule, configure
 from patrickstar.cli.together import Together, together_options
 from patrickstar.config.kinds import POSITIVE
 from patrickstar.config.problems import refuse

@@ -17,10 +17,10 @@ from patrickstar.config.engine.read import read_config
 from patrickstar.config.settings import EngineSettings
 from patrickstar.core.chunk_size import GRAIN, target_numel
 from patrickstar.deferred.deferred_init import deferred_init
-from patrickstar.engine.engine import Engine
-from patrickstar.engine.engine_optimizer import EngineOptimizer
+from patrickstar.engine.engine import Engine, EngineOptimizer
 from patrickstar.errors import ConfigError, LayoutError
-from patrickstar.optim.schedules import Scheduler, build_optimizer, rates_of
+from patrickstar.optim.configured import Scheduler, build_optimizer
+from patrickstar.optim.schedules import rates_of
 from patrickstar.session.manage import manage
 
 _log = logging.getLogger("patrickstar")

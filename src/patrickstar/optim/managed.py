@@ -9,8 +9,7 @@ import torch
 
 from patrickstar.errors import StateError
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.state import State, restore_groups, unpack
-from patrickstar.optim.user_optimizer import check_parameters, read_groups
+from patrickstar.optim.user_optimizer import State, check_parameters, read_groups, restore_groups, unpack
 
 GRAD_SCALER_ARGUMENTS = frozenset({"grad_scaler", "grad_scale", "found_inf"})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from patrickstar.config.loss_scale import LossScale
+from patrickstar.config.options import LossScale
 
 
 class ScaleRule:

@@ -1,4 +1,4 @@
-"""An optimizer and the schedule of its rates, as a config asks for them: DeepSpeed's learning rates as functions of the number of steps so far.
+"""DeepSpeed's learning rates over a run, as functions of the number of steps so far.
 
 DeepSpeed sets a rate when a scheduler is made, and another after every step that updates; its own count of iterations begins at -1.
 The formulas give the rate after `done` such steps, in DeepSpeed's order of operations, so that rates have its bits.
@@ -9,17 +9,12 @@ Source: deepspeed/runtime/lr_schedules.py of 0.19; docs at deepspeed.readthedocs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-import torch
-from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
-
-from patrickstar.config.settings import OptimizerSettings, Schedule
+from patrickstar.config.settings import Schedule
 from patrickstar.errors import ConfigError
 
 Parameters = Mapping[str, Any]
@@ -37,43 +32,6 @@ class Rates:
 
     lr: Callable[[int, float], float]
     betas: Callable[[int], Betas | None] = lambda _: None
-
-
-def build_optimizer(
-    parameters: Iterable[nn.Parameter], settings: OptimizerSettings, *, fused: bool | None = None
-) -> torch.optim.Optimizer:
-    """torch's AdamW where the decay is decoupled, else its Adam, with one group."""
-    kind = torch.optim.AdamW if settings.decoupled else torch.optim.Adam
-    of_group = {name: value for name, value in asdict(settings).items() if name != "decoupled"}
-    return kind(list(parameters), **of_group, fused=fused)
-
-
-class Scheduler(LambdaLR):
-    """Sets rates, and betas where there are some, at every `step()`. Each group is its own base.
-
-    torch multiplies a group's first rate with what its function gives. Rates are not shares of it: so the first is 1 to torch, and no bit is lost.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, rates: Rates) -> None:
-        bases = [float(group["lr"]) for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = 1.0
-        self._betas = rates.betas
-        super().__init__(optimizer, [partial(lambda base, done: rates.lr(done, base), base) for base in bases])
-
-    def step(self, epoch: int | None = None) -> None:
-        """Goes on by one step. ConfigError: the schedule's betas have left what Adam takes."""
-        super().step(epoch)
-        betas = self._betas(self.last_epoch)
-        if betas is not None:
-            for group in self.optimizer.param_groups:
-                group["betas"] = betas
-
-    def state_dict(self) -> dict[str, Any]:
-        """The count of steps. What the schedule does is the config's, and the rates themselves are the optimizer's."""
-        state = super().state_dict()
-        del state["_betas"]
-        return state
 
 
 def rates_of(schedule: Schedule) -> Rates:

@@ -18,7 +18,7 @@ from patrickstar.comm.collectives import Collectives
 from patrickstar.comm.ranks import Ranks, ranks_of
 from patrickstar.comm.transport import staging_bytes
 from patrickstar.config.arguments import MemoryOptions
-from patrickstar.config.loss_scale import LossScale
+from patrickstar.config.options import LossScale
 from patrickstar.config.problems import refuse
 from patrickstar.core.machine import Tier
 from patrickstar.errors import BudgetError

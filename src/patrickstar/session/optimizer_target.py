@@ -14,8 +14,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, STEP
 from patrickstar.errors import BudgetError, StateError
 from patrickstar.memory.leases import AssembledKey
-from patrickstar.optim.state import State
-from patrickstar.optim.user_optimizer import read_groups
+from patrickstar.optim.user_optimizer import State, read_groups
 from patrickstar.parameters.assembled import title
 from patrickstar.session.parts import Parts
 from patrickstar.step.assembling import count_of

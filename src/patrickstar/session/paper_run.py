@@ -20,7 +20,7 @@ from patrickstar.plan.residency import Residency
 from patrickstar.plan.simulate import Simulation, simulate
 from patrickstar.plan.stretch import Ask, Draft, StretchKind
 from patrickstar.plan.touches import kept_gradients, master_touches
-from patrickstar.session.smallest import let_gradients_go
+from patrickstar.session.forecast import let_gradients_go
 from patrickstar.step.budgets import Budgets
 
 _STEPS_TO_SETTLE = 12

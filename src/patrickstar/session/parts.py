@@ -12,7 +12,7 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, STEP
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey
-from patrickstar.optim.state import State
+from patrickstar.optim.user_optimizer import State
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.session.mesh_tensors import MeshTensors

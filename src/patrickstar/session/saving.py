@@ -23,7 +23,7 @@ from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.comm.all_ranks import AllRanks
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, WEIGHT
 from patrickstar.errors import CheckpointError
-from patrickstar.optim.state import restore_groups
+from patrickstar.optim.user_optimizer import restore_groups
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.session.buffers import persistent_buffers
 from patrickstar.session.delivery import Delivery, Kept

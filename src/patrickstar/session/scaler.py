@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from patrickstar.config.loss_scale import LossScale
+from patrickstar.config.options import LossScale
 from patrickstar.errors import StateError
 from patrickstar.optim.scale_rule import ScaleRule
 from patrickstar.step.overflow import OverflowFlag, names_of

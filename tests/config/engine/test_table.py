@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from patrickstar import ConfigError
 from patrickstar.config.arguments import MemoryOptions
-from patrickstar.config.engine.read import read_config
-from patrickstar.config.engine.scan import Scan
+from patrickstar.config.engine.read import Scan, read_config
 from patrickstar.config.engine.table import IGNORED, OPAQUE, SECTIONS, TABLE
 from patrickstar.config.settings import SCHEDULES
 from patrickstar.errors import nearest
