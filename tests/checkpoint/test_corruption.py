@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from patrickstar.checkpoint.find import open_step
+from patrickstar.checkpoint.reader import open_step
 from patrickstar.errors import CheckpointError
 from tests.checkpoint.samples import LIES, adopt, forge, resize, write
 

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from patrickstar.checkpoint.find import open_step
+from patrickstar.checkpoint.reader import open_step
 from patrickstar.errors import DeviceError
 from tests.checkpoint.faults import KINDS, FaultyFiles, Killed
 from tests.checkpoint.samples import contents, same_bits, sample, write

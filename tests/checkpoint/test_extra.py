@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from patrickstar.checkpoint.find import open_step
+from patrickstar.checkpoint.reader import open_step
 from patrickstar.errors import CheckpointError
 from tests.checkpoint.faults import FaultyFiles
 from tests.checkpoint.samples import adopt, same_tensor, write

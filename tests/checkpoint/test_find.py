@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from patrickstar.checkpoint.find import newest_intact, open_step
+from patrickstar.checkpoint.reader import newest_intact, open_step
 from patrickstar.errors import CheckpointError
 from tests.checkpoint.samples import flip, write
 

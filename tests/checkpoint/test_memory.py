@@ -10,7 +10,7 @@ SCRIPT = """
 import sys, torch
 from pathlib import Path
 from patrickstar.checkpoint.tensors import TensorEntry
-from patrickstar.checkpoint.find import open_step
+from patrickstar.checkpoint.reader import open_step
 from patrickstar.checkpoint.storage import write_step
 
 def high_water():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from patrickstar.checkpoint.find import open_step
+from patrickstar.checkpoint.reader import open_step
 from patrickstar.errors import CheckpointError
 from patrickstar.testing.faults import FaultyIO, Short
 from tests.checkpoint.samples import contents, flip, same_bits, same_tensor, sample, write

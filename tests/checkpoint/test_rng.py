@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from patrickstar.checkpoint import rng
-from patrickstar.checkpoint.find import open_step
+from patrickstar.checkpoint.reader import open_step
 from patrickstar.errors import CheckpointError
 from tests.checkpoint.samples import write
 

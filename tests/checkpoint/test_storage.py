@@ -15,7 +15,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from patrickstar.checkpoint.find import newest_intact, open_step
+from patrickstar.checkpoint.reader import newest_intact, open_step
 from patrickstar.checkpoint.storage import write_step
 from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.errors import CheckpointError, ConfigError, DeviceError

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Definition:
-    """A kernel, `update`, of the formulas of `kernel.py`, several times slower than any other."""
+    """A kernel, `update`, of the formulas of `reference.py`, several times slower than any other."""
 
     @torch.no_grad()
     def update(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import patrickstar
-from patrickstar.checkpoint.find import open_step
+from patrickstar.checkpoint.reader import open_step
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.testing.inside import manage_inside
 from tests.parity.lanes import choice_of, depth_of, lanes_for

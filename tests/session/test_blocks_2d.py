@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import patrickstar
-from patrickstar.checkpoint.find import open_step
+from patrickstar.checkpoint.reader import open_step
 from patrickstar.comm.ranks import ranks_of
 from patrickstar.errors import CheckpointError, DeviceError, RankError
 from patrickstar.parallel import Tensor2D, traffic

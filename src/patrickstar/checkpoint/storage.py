@@ -10,7 +10,7 @@ The order of things, each synced before the next begins:
 (1) All files of the step are written to a temporary directory: values, tensors, then the index; and the new `latest`.
 (2) The step's directory is renamed to its name.
 (3) Where the name is taken, the old one is renamed aside first. Until the new one has the name, readers take the one
-    aside (`find.py`), and so does the next writer, which puts it back.
+    aside (`reader.py`), and so does the next writer, which puts it back.
 (4) `latest` is moved. Only now is anything older deleted: the one aside, and what retention does not keep.
 
 An error up to the moving of `latest` leaves a complete checkpoint under it, the one of before unless the same step is
@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 
 from patrickstar.checkpoint.extra import Saved, take_values, write_values
-from patrickstar.checkpoint.find import is_complete, step_directories
 from patrickstar.checkpoint.format import INDEX_NAME, LATEST_NAME, OLD_PREFIX, VALUES_NAME, Index, encode_index
+from patrickstar.checkpoint.reader import is_complete, step_directories
 from patrickstar.checkpoint.shards import Shard, Writers, plan_shards
 from patrickstar.checkpoint.staged_files import BLOCK_BYTES, aside, remove, staged, sync_directory
 from patrickstar.checkpoint.tensors import TensorEntry

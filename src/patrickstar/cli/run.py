@@ -17,7 +17,7 @@ from torch import nn
 
 import patrickstar
 from patrickstar.checkpoint import rng
-from patrickstar.checkpoint.find import saved_steps
+from patrickstar.checkpoint.reader import saved_steps
 from patrickstar.cli.batches import VALIDATION_BATCHES, Batch, Batches, Data, prepare_data, validation_batches
 from patrickstar.cli.display import Display, NoteHandler
 from patrickstar.cli.event_log import EventLog

@@ -97,7 +97,7 @@ def train(invocation: flags.Invocation, **given: Any) -> int:
 
 def _check_unused(directory: Path | None) -> None:
     """ConfigError where another run's checkpoints lie, and this one would start afresh: keeping the newest would delete them."""
-    from patrickstar.checkpoint.find import saved_steps
+    from patrickstar.checkpoint.reader import saved_steps
 
     if found := saved_steps(directory):
         raise ConfigError(

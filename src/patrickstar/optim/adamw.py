@@ -1,4 +1,4 @@
-"""`AdamW` and `Adam`: torch's optimizers with an update whose every bit is defined (`kernel.py`)."""
+"""`AdamW` and `Adam`: torch's optimizers with an update whose every bit is defined (`reference.py`)."""
 
 from __future__ import annotations
 

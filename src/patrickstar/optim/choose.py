@@ -14,8 +14,8 @@ from patrickstar.config.problems import refuse
 from patrickstar.errors import DeviceError
 from patrickstar.optim import fused
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.kernel import Kernel
 from patrickstar.optim.passes import Passes
+from patrickstar.optim.reference import Kernel
 
 ENVIRONMENT_VARIABLE = "PATRICKSTAR_ISA"
 _KERNELS = choice("torch", to_come=["scalar", "avx2", "avx512", "neon"])

@@ -8,7 +8,7 @@ import torch
 
 from patrickstar.optim import reference
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.kernel import check_planes
+from patrickstar.optim.reference import check_planes
 
 VECTOR_NUMEL = 16
 """Elements of the widest vector (AVX-512). torch's kernels work in whole vectors of this many, on every thread, and

@@ -18,9 +18,9 @@ from torch import Tensor
 from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.optim import fused, masters, reference
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.kernel import Kernel
 from patrickstar.optim.masters import Scratch
 from patrickstar.optim.norm import GlobalNorm
+from patrickstar.optim.reference import Kernel
 from patrickstar.optim.scratch import PassBytes, block_numel
 
 
@@ -48,7 +48,7 @@ class Passes:
         hyper: Hyper,
         factors: Sequence[Tensor] = (),
     ) -> None:
-        """Updates weight, rest, exp_avg and exp_avg_sq in place, as `kernel.py` defines it; the gradient stays as it is.
+        """Updates weight, rest, exp_avg and exp_avg_sq in place, as `reference.py` defines it; the gradient stays as it is.
 
         Args:
             weight, rest: fp32 and None, or the parts of a split master (`masters.py`). exp_avg, exp_avg_sq: fp32.

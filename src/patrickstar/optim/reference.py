@@ -1,13 +1,38 @@
-"""The update in torch's operations, for what its fused kernel does not do: the last elements of a plane on the host, and devices without Triton."""
+"""One Adam or AdamW update over flat runs of elements: the definition, and the kernel in torch's operations.
+
+That one is for what torch's fused kernel does not do: the last elements of a plane on the host, and devices without Triton.
+
+The bits of the update are defined once, for every kernel: they are those of torch's `_fused_adamw_` and `_fused_adam_`
+where the processor fuses multiply-adds. With f(x) rounding a double to fp32 and fma(a, b, c) = a * b + c rounded once:
+
+    AdamW   p *= f(1 - lr wd)                                           where wd is not 0
+    Adam    g  = fma(f(wd), p, g)                                       where wd is not 0
+    m = fma(f(1 - b1), g - m, m)                                        where f(1 - b1) < 1/2
+      = fma(f(f(1 - b1) - 1), g - m, g)                                 else: see Note [Lerp]
+    v = fma(f(1 - b2) * g, g, v * f(b2))
+    d = sqrt(v) / f(sqrt(1 - b2^t)) + f(eps)                            the root is IEEE's
+    p = p + (f(-lr / (1 - b1^t)) * m) / d
+
+Note [Lerp]
+-----------
+torch's `lerp_` starts from the nearer end: from the gradient where the weight is 1/2 or more, that is for b1 <= 0.5.
+All of torch's Adams do so; with b1 = 0 it makes `m` the gradient itself, which the first form misses by a rounding.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
 from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.optim.hyper import Coefficients, Hyper
-from patrickstar.optim.kernel import check_planes
 from patrickstar.optim.scratch import block_numel
+
+Kernel = Callable[..., None]
+"""Called as `kernel(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper)`; changes all but the gradient in place. The planes are flat,
+contiguous, fp32, on one device, of equal length, at any address; `step` is the number of this update for them, counting from 1. Kernels differ in
+speed, never in a bit."""
 
 BLOCK_NUMEL = 8_192
 """Elements updated at once, so that temporaries are few. Blocks this small also stay on the calling thread: torch splits an operation over its OpenMP
@@ -16,7 +41,7 @@ team from 32,768 elements on."""
 
 @torch.no_grad()
 def update(*planes: torch.Tensor, step: int, hyper: Hyper) -> None:
-    """The formulas of `kernel.py`, line by line.
+    """The formulas above, line by line.
 
     torch's `lerp_`, `addcmul_` and `add(alpha=)` add a product without rounding it where its code is fused, also in the last elements of a tensor.
     Nowhere else is anything updated: `choose_kernels` asks.
@@ -31,7 +56,7 @@ def update(*planes: torch.Tensor, step: int, hyper: Hyper) -> None:
             weight.mul_(scalars.shrink)
         if scalars.l2 is not None:
             grad = grad.add(weight, alpha=scalars.l2)
-        exp_avg.lerp_(grad, scalars.blend)  # from the nearer end: Note [Lerp] in `kernel.py`
+        exp_avg.lerp_(grad, scalars.blend)  # from the nearer end: Note [Lerp]
         exp_avg_sq.mul_(scalars.keep_sq).addcmul_(grad, grad, value=scalars.add_sq)
         # torch.sqrt of fp32 is MKL's and not correctly rounded; the root in double, rounded to fp32, is.
         # By a tensor that is there: on a GPU torch divides by a number of the host as it multiplies with its reciprocal, which rounds twice.
@@ -45,3 +70,16 @@ def scratch_bytes(numel: int) -> int:
     """The most bytes that an update of so many elements takes of a device beside the planes."""
     block = min(numel, block_numel(numel, most=BLOCK_NUMEL))
     return cuda_block_bytes(4 * block) + 2 * cuda_block_bytes(8 * block)
+
+
+def check_planes(*planes: torch.Tensor, step: int) -> None:
+    """Catches a caller's mistake before raw memory is touched, for torch's fused kernel trusts its arguments."""
+    weight = planes[0]
+    numel, device = weight.numel(), weight.device
+    for plane in planes:
+        assert plane.dim() == 1, f"a plane must be flat, not {tuple(plane.shape)}"
+        assert plane.is_contiguous(), f"a plane must be contiguous, not of stride {plane.stride()}"
+        assert plane.dtype is torch.float32, f"a plane of {plane.dtype}"
+        assert plane.device == device, f"planes on {device} and {plane.device}"
+        assert plane.numel() == numel, f"planes of {numel} and {plane.numel()} elements"
+    assert step >= 1, f"step {step}: the first update is number 1"

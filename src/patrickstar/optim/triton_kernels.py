@@ -2,7 +2,7 @@
 
 Note [Rounding on a GPU]
 ------------------------
-Exactly where the definition in `kernel.py` has an fma, a product is added without being rounded: there `tl.fma` is written. All other operations
+Exactly where the definition in `reference.py` has an fma, a product is added without being rounded: there `tl.fma` is written. All other operations
 round by themselves, to nearest, and keep subnormal numbers:
 
 - options have `enable_fp_fusion=False`: by default `x * y + z` is contracted, by LLVM and once more by ptxas;
@@ -151,7 +151,7 @@ def update_kernel(
     is_nearer_grad: tl.constexpr,
     block_numel: tl.constexpr,
 ):
-    """An update of AdamW or Adam: the formulas of `kernel.py`, line by line.
+    """An update of AdamW or Adam: the formulas of `reference.py`, line by line.
 
     Where `rest` is None, weights are fp32; else masters are in two parts. `shrink` and `l2` are None without that decay.
     `blend` is what goes into the product: from the gradient's end (Note [Lerp]) that is f(f(1 - b1) - 1).

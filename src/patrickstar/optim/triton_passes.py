@@ -39,7 +39,7 @@ class TritonPasses(Passes):
         assert exp_avg.dtype is exp_avg_sq.dtype is torch.float32, f"states of {exp_avg.dtype}, {exp_avg_sq.dtype}"
         assert step >= 1, f"step {step}: the first update is number 1"
         scalars = Coefficients.at(hyper, step)
-        is_nearer_grad = not abs(scalars.blend) < 0.5  # Note [Lerp] in kernel.py
+        is_nearer_grad = not abs(scalars.blend) < 0.5  # Note [Lerp] in reference.py
         numbers, in_memory = factor_arguments(factors, weight.device)
         launch(
             kernels.update_kernel,

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from patrickstar.checkpoint import rng
 from patrickstar.checkpoint.export import write_model
-from patrickstar.checkpoint.find import open_step
 from patrickstar.checkpoint.naming import describe, own_keys
-from patrickstar.checkpoint.reader import StepReader
+from patrickstar.checkpoint.reader import StepReader, open_step
 from patrickstar.checkpoint.shards import Writers
 from patrickstar.checkpoint.storage import write_step
 from patrickstar.checkpoint.tensors import TensorEntry

@@ -215,23 +215,15 @@ def layout_of(
     """
     tiles = find_tiles(model, named, memory.options.tile_rows)
     blocks = {} if ranks is None else blocks_alone(model, named)
+    whole, size = precision.whole, 1 if ranks is None else ranks.size
     specs = [
-        TensorSpec(
-            name,
-            tuple(parameter.shape),
-            trained(parameter),
-            lies_in(name, precision.whole),
-            tiles.get(name),
-            blocks.get(name, ""),
-        )
-        for name, parameter in named.items()
+        TensorSpec(name, tuple(p.shape), trained(p), lies_in(name, whole), tiles.get(name), blocks.get(name, ""))
+        for name, p in named.items()
     ]
     granule_numel = granule_bytes // precision.formats.narrowest
-    chunk_numel = memory.options.chunk_size or search_chunk_numel(
-        specs, granule_numel=granule_numel, ranks=1 if ranks is None else ranks.size
-    )
+    chunk_numel = memory.options.chunk_size or search_chunk_numel(specs, granule_numel=granule_numel, ranks=size)
     if precision.mixed:  # slots are whole pages in 16 bits too
-        chunk_numel = whole_grains(chunk_numel, grain=GRAIN * (1 if ranks is None else ranks.size))
+        chunk_numel = whole_grains(chunk_numel, grain=GRAIN * size)
     if 0 < granule_numel < chunk_numel:  # smaller chunks were asked for: several share a granule
         chunk_numel = whole_grains(chunk_numel, grain=granule_numel)
     layout = build_layout(specs, chunk_numel=chunk_numel)
@@ -290,8 +282,7 @@ def with_pass_bytes(
 ) -> Budgets:
     """The budgets, with what passes over planes take of a device whose memory torch gives out, and looks for overflows.
 
-    Args:
-        passes: by type of device; None: those of a GPU.
+    `passes`: by type of device; None: those of a GPU.
     """
     if budgets.stream_device is None:
         return budgets

@@ -1,7 +1,7 @@
 """Every kernel as it is compiled for a GPU: as many fused operations as the definition has, all rounded to nearest, none approximate.
 
 Counting: a program of 128 threads does its elements without a loop, so that an instruction stands in the PTX once for each element of a thread. An
-element of the update has, by `optim/kernel.py`:
+element of the update has, by `optim/reference.py`:
 
     fma     m and v, and the gradient under L2 decay                                     2 or 3
     sqrt    of v                                                                         1
