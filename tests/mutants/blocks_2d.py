@@ -94,7 +94,7 @@ BLOCKS_2D: tuple[Mutant, ...] = (
     Fault("one rank cuts its model, too", "parallel.tensor_2d:Tensor2D.parallelize").by(
         drop("if self.size == 1: ..."), ALONE
     ),
-    Fault("a norm counts what a column has alike once a rank", "session.assemble:_mesh").by(
+    Fault("a norm counts what a column has alike once a rank", "session.manage:_mesh").by(
         always("cuts[name].first(grid.place) == grid.place"), TRAINED
     ),
     Fault("a norm is that of a rank's own blocks", "step.mesh_ranks:MeshRanks.norm").by(

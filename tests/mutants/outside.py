@@ -155,7 +155,7 @@ OUTSIDE: tuple[Mutant, ...] = (
     Fault("memory-that-was-written-unseen-and-let-go-is-lost", "parameters.escapes:EscapedMemory.check").by(
         assign("_kept", "[]"), f"{LINE}[memory(2) forward backward step unseen(2) zero free read train-fp16-cpu+disk]"
     ),
-    Fault("a-directory-that-cannot-be-written-is-a-lack-of-memory", "session.assemble:_assembled").by(
+    Fault("a-directory-that-cannot-be-written-is-a-lack-of-memory", "session.manage:_assembled").by(
         drop("expect_usable"), f"{DISK}::test_a_directory_that_cannot_be_written_is_no_lack_of_memory[is there-EROFS]"
     ),
     Fault("the-file-that-tries-a-directory-stays", "memory.filesystem:expect_usable").by(

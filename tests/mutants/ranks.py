@@ -206,7 +206,7 @@ RANKS: tuple[Mutant, ...] = (
         replace("ranks * enough", "enough"),
         f"{FAULTS}::test_a_budget_refused_on_all_ranks_says_which_is_enough",
     ),
-    Fault("other ranks do not hear of what manage refuses", "session.assemble:assemble").by(
+    Fault("other ranks do not hear of what manage refuses", "session.manage:assemble").by(
         replace("one.close(...)", "None"),
         f"{ALIKE}[small-rank 1: manage() has ended with BudgetError: host memory is-BudgetError]",
     ),
@@ -216,7 +216,7 @@ RANKS: tuple[Mutant, ...] = (
     Fault("other ranks do not hear of an exception", "session.session:Session.__exit__").by(
         drop("collectives.agree"), f"{FAULTS}::test_what_ends_one_rank_is_an_error_on_all[in_forward]"
     ),
-    Fault("ranks need not be alike", "session.alike:expect_alike").by(
+    Fault("ranks need not be alike", "session.checks:expect_alike").by(
         replace("others", "()", nth=2), f"{ALIKE}[clipping-the options differ-RankError]"
     ),
     Fault("ranks load the random state of rank 0", "session.saving:Saving._random_states").by(

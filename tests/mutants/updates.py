@@ -77,7 +77,7 @@ UPDATES: tuple[Mutant, ...] = (
         replace("pending.due(touches)", "[]"),
         f"{PENDING}::test_a_forward_that_goes_another_way_has_what_it_needs_updated",
     ),
-    Fault("copies-that-somebody-holds-are-not-renewed", "session.build_step:build_step").by(
+    Fault("copies-that-somebody-holds-are-not-renewed", "session.build:build_step").by(
         assign("may_weave", "lambda: True"),
         f"{LINE}[train hold(2) train(3) held(2) evaluate free train-bf16-fp32-cpu+disk]",
     ),

@@ -12,8 +12,7 @@ from patrickstar.core.machine import LINKS, Tier
 from patrickstar.hooks import watch_root
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.session.adopt import take_over
-from patrickstar.session.build_memory import build_memory
-from patrickstar.session.build_step import build_step
+from patrickstar.session.build import build_memory, build_step
 from patrickstar.session.parts import Parts
 from patrickstar.session.start import Setup, set_up
 from patrickstar.step.budgets import find_resources

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import patrickstar
 from patrickstar.comm.ranks import Ranks
 from patrickstar.errors import BudgetError, ConfigError, DeviceError, RankError, StateError
-from patrickstar.session.alike import expect_a_gpu_each
+from patrickstar.session.checks import expect_a_gpu_each
 from patrickstar.testing.faults import Fails, FaultyIO
 from tests.ranks import Ended, Team, all_well, kill_me
 from tests.session.test_ranks import DEFAULTS, build, inputs, loss_of, mlp, plain

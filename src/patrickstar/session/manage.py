@@ -1,17 +1,59 @@
-"""`patrickstar.manage`."""
+"""`patrickstar.manage`, and the assembly of a session: its memory, the parts that take steps over that, what both have to do with the model."""
 
 from __future__ import annotations
 
+import logging
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from patrickstar.config.arguments import check_arguments
-from patrickstar.config.options import Options
-from patrickstar.session.assemble import assemble
+from patrickstar.comm.all_ranks import AllRanks
+from patrickstar.comm.collectives import Collectives
+from patrickstar.comm.ranks import Ranks, ranks_of
+from patrickstar.comm.transport import staging_bytes
+from patrickstar.config.arguments import MemoryOptions, check_arguments
+from patrickstar.config.options import LossScale, Options
+from patrickstar.config.problems import refuse
+from patrickstar.core.machine import Tier
+from patrickstar.errors import BudgetError
+from patrickstar.hooks import watch_root
+from patrickstar.memory.filesystem import expect_usable
+from patrickstar.memory.links import MakeLane
+from patrickstar.optim.choose import choose_kernels
+from patrickstar.optim.user_optimizer import check_optimizer
+from patrickstar.parallel.grid import Line
+from patrickstar.parallel.group import MeshGroup
+from patrickstar.parallel.model_groups import groups_of
+from patrickstar.parallel.tensor_2d import cuts_of, grid_of
+from patrickstar.parameters.bound import names_by_id
+from patrickstar.parameters.wrappers import expect_unwrapped
+from patrickstar.plan.fit import of_machine
+from patrickstar.plan.update_choice import UpdateChoice
+from patrickstar.session.adopt import take_over
+from patrickstar.session.buffers import fit_buffers
+from patrickstar.session.build import build_memory, build_step
+from patrickstar.session.checks import check_model, expect_alike
+from patrickstar.session.close import Closing
+from patrickstar.session.loading import Loading
+from patrickstar.session.mesh_tensors import MeshTensors
+from patrickstar.session.parts import Parts
+from patrickstar.session.scaler import LossScaler
 from patrickstar.session.session import Session
+from patrickstar.session.start import Setup, set_up
+from patrickstar.session.step_bytes import StepBytes
+from patrickstar.step.budgets import find_resources, resolve_device
+from patrickstar.step.mesh_ranks import MeshRanks
+from patrickstar.step.resources import bound_kernels, uncounted_settings
+from patrickstar.step.training_deferred import DeferredTraining
+from patrickstar.step.values import Weights
 
 
 def manage(
@@ -60,3 +102,176 @@ def manage(
     """
     known = {name: value for name, value in locals().items() if name not in ("model", "optimizer", "unknown")}
     return assemble(model, optimizer, check_arguments(**known, **unknown))
+
+
+_log = logging.getLogger("patrickstar")
+
+
+def assemble(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    memory: MemoryOptions,
+    *,
+    make_lane: MakeLane | None = None,
+    choice: UpdateChoice = UpdateChoice(),  # noqa: B008  (frozen)
+) -> Session:
+    """The session for arguments of `manage`, which have been checked.
+
+    Args:
+        make_lane: lanes in place of those that the options ask for. choice: when chunks are updated.
+    Raises:
+        what `manage` raises: model and optimizer are then as before.
+    """
+    groups = groups_of(model) if isinstance(model, nn.Module) else {}
+    makers = ranks_of(memory.mesh, {name: group.size for name, group in groups.items()})
+    # First of all: the others hear of whatever this rank refuses.
+    made = [make and Collectives(make(), timeout_s=memory.options.collective_timeout) for make in makers]
+    collectives, everyone = made
+    try:
+        return _assembled(
+            model, optimizer, memory, collectives, everyone, groups=groups, make_lane=make_lane, choice=choice
+        )
+    except BaseException as error:
+        there = [one for one in made if one is not None]
+        for one in there:
+            one.close(f"{one.me}: manage() has ended with {type(error).__name__}: {error}")
+        if isinstance(error, BudgetError) and there:
+            staging, here = staging_bytes(resolve_device(memory.device)), there[0].ranks.local_size
+            raise of_machine(error, error.smallest_bytes, here, staging_bytes=staging) from None
+        raise
+
+
+def _assembled(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    memory: MemoryOptions,
+    collectives: Collectives | None,
+    everyone: Collectives | None,
+    *,
+    groups: Mapping[str, MeshGroup | Line],
+    make_lane: MakeLane | None,
+    choice: UpdateChoice,
+) -> Session:
+    named = check_model(model)
+    if optimizer is not None:
+        check_optimizer(optimizer, names_by_id(named))
+    has = find_resources(memory)
+    ranks = None if collectives is None else collectives.ranks
+    of_all = ranks if everyone is None else everyone.ranks
+    if of_all is not None:
+        expect_unwrapped(model)
+        expect_known_over_ranks(model, memory, of_all, device=has.device, in_blocks=everyone is not None)
+        has = replace(has, staging_bytes=staging_bytes(has.device))
+    source = Loading(model, named, memory.weights) if memory.weights is not None else None
+    if memory.disk is not None:
+        expect_usable(memory.disk)
+    setup = set_up(
+        model,
+        named,
+        memory,
+        has,
+        # A frozen parameter needs more than its weight where it has a gradient or moments already.
+        trained=lambda p: optimizer is not None and (p.requires_grad or p.grad is not None or p in optimizer.state),
+        trains=optimizer is not None,
+        find_passes=choose_kernels,
+        ranks=ranks,
+        everyone=of_all,
+    )
+    if setup.budgets.host_binds and setup.budgets.machine.compute is Tier.HOST:
+        bound_kernels(os.environ, set_aside_bytes=setup.budgets.machine.costs.set_aside_bytes)
+    uncounted = uncounted_settings(os.environ) if setup.budgets.stream_device is not None else []
+    if uncounted:
+        _log.warning(
+            "PYTORCH_ALLOC_CONF has %s: with that torch gives out larger blocks than plans count, and a step may take more of the device than its "
+            "budget before the next is planned with it",
+            " and ".join(uncounted),
+        )
+    store = build_memory(setup, make_lane=make_lane)
+    try:
+        if collectives is not None:
+            expect_alike(named, optimizer, setup, collectives)
+        counters = {name: partial(getattr, group.sent, "total") for name, group in groups.items()}
+        if collectives is not None:
+            counters["dp"] = partial(getattr, collectives, "sent_bytes")
+        make_mesh = None if everyone is None else _mesh(model, named, optimizer, setup, everyone)
+        parts = build_step(
+            model, named, optimizer, setup, store, choice=choice, collectives=collectives, make_mesh=make_mesh
+        )
+        parts = replace(parts, sent=StepBytes(counters))
+        return _begin(parts, optimizer, setup, source)
+    except BaseException:
+        store.close()
+        raise
+
+
+def _mesh(
+    model: nn.Module,
+    named: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+    setup: Setup,
+    everyone: Collectives,
+) -> Callable[[Weights], MeshTensors]:
+    """Makes the whole tensors of a model in blocks, whose ranks are seen to be alike."""
+    grid, cuts = grid_of(model), cuts_of(model)
+    assert grid is not None
+    expect_alike(named, optimizer, setup, everyone, {name: cuts[name].shape for name in named})
+    counted = frozenset(name for name in named if cuts[name].first(grid.place) == grid.place)
+    return partial(MeshTensors, MeshRanks.meet(everyone, grid.place, grid.q, counted), grid, cuts)
+
+
+def expect_known_over_ranks(
+    model: nn.Module, memory: MemoryOptions, ranks: Ranks, *, device: str, in_blocks: bool = False
+) -> None:
+    """Raises ConfigError where what is asked for does not go over ranks yet. `device`: what computes; in_blocks: a model of matrices in blocks."""
+    refused = {
+        'step="in_backward"': memory.step == "in_backward",
+        f'matrices in blocks, device="{device}"': in_blocks and device not in ("cpu", "emulated"),
+        "weights= of blocks": in_blocks and memory.weights is not None,
+    }
+    problems = [f"{what} over {ranks.size} ranks comes later" for what, asked in refused.items() if asked]
+    if any(parameter.grad is not None for parameter in model.parameters()):
+        problems.append(
+            f"there are gradients from before manage(), over {ranks.size} ranks: each rank's own, or averaged? Call optimizer.zero_grad() first"
+        )
+    refuse(problems, of="manage")
+
+
+def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, source: Loading | None) -> Session:
+    """The session over its parts: hooks on the model, the optimizer in its place, all values in chunks."""
+    model, named, store = parts.model, parts.named, parts.executor.store
+    with ExitStack() as undo:  # whatever fails, model and optimizer are as before
+        root = watch_root(model, parts.events)
+        undo.callback(root.remove)
+        blocks = parts.stretches.blocks
+        undo.callback(blocks.remove)
+        if not parts.whole.why:
+            parts.whole.left = blocks.watch
+        else:
+            blocks.watch()
+        dtypes = {name: parameter.dtype for name, parameter in named.items()}
+        buffers = fit_buffers(model, setup.precision, setup.budgets.stream_device, undo)
+        if parts.mesh is not None:
+            looks, look = parts.mesh.grid.rows.looks, parts.mesh.ranks.collectives.look
+            looks.append(look)
+            undo.callback(looks.remove, look)
+        session = Session(parts, partial(Closing, parts, root, dtypes, buffers))
+        if original is not None:
+            managed = session.attach(original)
+            undo.callback(managed.detach)
+            if setup.precision.scales and isinstance(parts.training, DeferredTraining):
+                scale = setup.memory.options.loss_scale or LossScale()
+                session.scaler = LossScaler(scale, parts.training, managed, original)
+        if source is not None:
+            source.prepare(named, store.state, setup.budgets, AllRanks(parts.collectives))
+        take_over(parts, source, original)
+        undo.pop_all()
+    if source is not None:
+        source.finish()
+    parts.events.session_name = repr(session)
+    # The store lives as long as anything can use the session: the model, the optimizer, or the session itself.
+    unclosed = "%s was never closed: its states are gone. Use `with patrickstar.manage(...) as session:`, or call session.close()"
+    session.unclosed = weakref.finalize(store, _log.warning, unclosed, repr(session))
+    _log.info(
+        "%r: %d chunks of %d elements; %s", session, parts.layout.n_chunks, parts.layout.chunk_numel, setup.budgets
+    )
+    return session

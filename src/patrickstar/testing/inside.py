@@ -10,7 +10,7 @@ from torch import nn
 from patrickstar.config.arguments import check_arguments
 from patrickstar.memory.links import MakeLane
 from patrickstar.plan.update_choice import UpdateChoice
-from patrickstar.session.assemble import assemble
+from patrickstar.session.manage import assemble
 from patrickstar.session.session import Session
 
 

@@ -1,19 +1,32 @@
-"""The parts of a session that take steps, over a memory that is built already: traces, plans, uses, gradients, updates. The model stays as it is."""
+"""The memory of a session, and the parts that take steps over it: traces, plans, uses, gradients, updates. The model stays as it is.
+
+The memory has homes for every unit, slots on each tier, and the lanes between tiers. It can be built alone, and closed alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from patrickstar.comm.collectives import Collectives
+from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GradientUse, PlaneRef
 from patrickstar.core.shard_layout import ShardLayout
+from patrickstar.memory.arena import Arena
+from patrickstar.memory.device_space import DeviceSpace
+from patrickstar.memory.disk import DiskPool
+from patrickstar.memory.links import MakeLane, lanes_of
+from patrickstar.memory.pinned_space import PinnedSpace
+from patrickstar.memory.space import HostSpace, Space
 from patrickstar.memory.store import ChunkStore
+from patrickstar.memory.unit_bytes import UnitBytes
+from patrickstar.memory.works_under_way import WorksUnderWay
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.user_optimizer import read_groups
 from patrickstar.parameters.backward_sums import BackwardSums
@@ -23,10 +36,11 @@ from patrickstar.parameters.escapes import EscapedMemory
 from patrickstar.parameters.registered import Registered
 from patrickstar.plan.fit import of_machine
 from patrickstar.plan.pilot import Pilot
+from patrickstar.plan.residency import Residency
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.mesh_tensors import MeshTensors
 from patrickstar.session.parts import Parts
-from patrickstar.session.start import Setup
+from patrickstar.session.start import Setup, resting_state
 from patrickstar.step.assembling import Assembling
 from patrickstar.step.device_room import DeviceRoom
 from patrickstar.step.events import Events
@@ -37,6 +51,7 @@ from patrickstar.step.gathering import Gathering
 from patrickstar.step.gradients import Gradients
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.optimizer_step import OptimizerStep
+from patrickstar.step.precision import torch_type
 from patrickstar.step.room import EmulatedRoom, HostRoom
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.training import Training
@@ -45,7 +60,57 @@ from patrickstar.step.training_in_backward import InBackwardTraining
 from patrickstar.step.values import Weights
 from patrickstar.step.weight_masters import Masters
 from patrickstar.step.whole import Whole
-from patrickstar.units import format_bytes
+from patrickstar.units import format_bytes, parse_rate
+
+
+def build_memory(setup: Setup, *, make_lane: MakeLane | None = None) -> ChunkStore:
+    """The store with every unit at home, without contents yet.
+
+    Args:
+        make_lane: lanes in place of those that the options ask for.
+    Raises:
+        BudgetError: no batch could fit. DeviceError: the disk cannot be used. Nothing is allocated then.
+    """
+    memory, layout, budgets, formats = setup.memory, setup.layout, setup.budgets, setup.formats
+    machine, options = budgets.machine, memory.options
+    state = resting_state(setup, clips=memory.max_grad_norm is not None)
+    on_disk = {ref: state.unit_bytes(ref) for ref, tier in state.home.items() if tier is Tier.DISK}
+    pool = None
+    # What comes later may be all that rests there: gradients that have to wait, or are widened.
+    if memory.disk is not None:
+        pool = DiskPool(memory.disk, units=on_disk, budget_bytes=machine.budget[Tier.DISK])
+    ledger = Ledger()
+    for ref, tier in state.home.items():
+        if tier is not machine.compute:
+            ledger.add(tier, state.unit_bytes(ref))
+    rate = None if options.emulated_link is None else parse_rate(options.emulated_link, name="emulated_link")
+    lanes = lanes_of(bytes_per_second=rate, stress_seed=options.stress_seed, device=budgets.stream_device)
+    units = UnitBytes(
+        state=state,
+        arenas=_arenas(setup, state),
+        disk=pool,
+        dtype=lambda ref: torch_type(formats.now.at(ref.chunk, layout)[ref.plane]),
+        ledger=ledger,
+    )
+    device, poison = budgets.stream_device, options.poison
+    works = WorksUnderWay(units, make_lane or lanes, chunks=layout.slots, device=device, poison=poison)
+    return ChunkStore(units, works)
+
+
+def _arenas(setup: Setup, state: Residency) -> dict[Tier, Arena]:
+    """The arenas of the tier that computes and of the host, by tier."""
+    layout, machine = setup.layout, setup.budgets.machine
+    # More addresses than slots can ever be in use, all of it fp32 and trained: runs of adjacent free ones are always found.
+    chunk_slots = layout.chunk_numel * 4 // state.slot_bytes
+    total, longest = 5 * layout.n_chunks * chunk_slots, chunk_slots * max(run.length for run in layout.runs)
+    virtual_slots, device = 2 * total + 8 * longest + 16, setup.budgets.stream_device
+    spaces: dict[Tier, Callable[..., Space]] = dict.fromkeys(Tier, HostSpace)
+    if device is not None:
+        spaces = {Tier.DEVICE: partial(DeviceSpace, device=device), Tier.HOST: PinnedSpace}
+    return {
+        tier: Arena(state.slot_bytes, virtual_slots=virtual_slots, name=tier.label, make_space=spaces[tier])
+        for tier in dict.fromkeys((machine.compute, Tier.HOST))
+    }
 
 
 def build_step(
