@@ -5,8 +5,8 @@ from unittest import mock
 import pytest
 
 from patrickstar.config.arguments import MemoryOptions, check_arguments
+from patrickstar.config.kinds import unknown_argument
 from patrickstar.config.options import Options
-from patrickstar.config.problems import unknown_argument
 from patrickstar.errors import ConfigError
 
 

@@ -13,8 +13,7 @@ from patrickstar.cli import flags, reexec
 from patrickstar.cli.models import ModelSource
 from patrickstar.cli.request import SCHEDULES, Configuration, Request, WarmupSchedule, configure
 from patrickstar.cli.together import Together, together_options
-from patrickstar.config.kinds import POSITIVE
-from patrickstar.config.problems import refuse
+from patrickstar.config.kinds import POSITIVE, refuse
 from patrickstar.errors import ConfigError
 
 

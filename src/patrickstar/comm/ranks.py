@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from patrickstar.config.problems import refuse
+from patrickstar.config.kinds import refuse
 from patrickstar.errors import some
 
 _STORE_TIMEOUT = timedelta(seconds=10)

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
-from patrickstar.config.kinds import RATE, Kind, choice, near
+from patrickstar.config.kinds import RATE, Kind, choice, near, option, parsed, problems_of, refuse, unknown_argument
 from patrickstar.config.options import Options
-from patrickstar.config.problems import parsed, problems_of, refuse, unknown_argument
 from patrickstar.errors import ConfigError
 from patrickstar.units import MIB, parse_size
 
 DEVICES: Final = ("cpu", "cuda", "emulated")
 _CUDA: Final = re.compile(r"cuda(:(0|[1-9][0-9]*))?")
 _ANY_TOTAL_BYTES: Final = 1 << 62  # stands in for a tier's total where only the form of "70%" is checked
+_DEVICE: Final = Kind(
+    '"cpu", "emulated", "cuda", "cuda:1" or None',
+    lambda v: v is None or (isinstance(v, str) and (v in DEVICES or bool(_CUDA.fullmatch(v)))),
+    hint=near(*DEVICES),
+)
+_NORM: Final = Kind("a finite norm, a number of 0 or more, or None", lambda v: v is None or RATE.takes(v))
+_MESH: Final = Kind(
+    'a torch.distributed.DeviceMesh with the dimension "dp", or None',
+    lambda value: value is None or type(value).__name__ == "DeviceMesh",  # which this layer does not import
+)
+_DIRECTORY: Final = Kind("the path of a directory", lambda value: isinstance(value, Path | None))
+_WEIGHTS: Final = Kind(
+    "the path of a safetensors file, or of a directory as save_pretrained leaves it", _DIRECTORY.takes
+)
+_OPTIONS: Final = Kind("patrickstar.Options(...)", lambda value: isinstance(value, Options))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,22 +40,22 @@ class MemoryOptions:
     Sizes keep the form in which they were given: what "70%" comes to, the tier knows. Whether a device is there the runtime finds out.
     """
 
-    device: str | None = None
-    precision: str | None = None
+    device: str | None = option(None, _DEVICE)
+    precision: str | None = option(None, choice(None, "fp32", "bf16", "fp16"))
     device_memory: int | str | None = None
     host_memory: int | str | None = None
-    disk: Path | None = None
+    disk: Path | None = option(None, _DIRECTORY)
     disk_memory: int | str | None = None
-    states: str = "exact"
-    step: str = "deferred"
-    max_grad_norm: float | None = None
-    weights: Path | None = None
-    activations: str = "model"
-    mesh: object | None = None
-    options: Options = field(default_factory=Options)
+    states: str = option("exact", choice("exact", to_come=["compact"]))
+    step: str = option("deferred", choice("deferred", "in_backward"))
+    max_grad_norm: float | None = option(None, _NORM)
+    weights: Path | None = option(None, _WEIGHTS)
+    activations: str = option("model", choice("model", to_come=["recompute", "plan"]))
+    mesh: object | None = option(None, _MESH)
+    options: Options = option(Options(), _OPTIONS)
 
     def __post_init__(self) -> None:
-        problems = problems_of(self, _KINDS)
+        problems = problems_of(self)
         for name in ("device_memory", "host_memory", "disk_memory"):
             how = {"name": name, "total_bytes": _ANY_TOTAL_BYTES, "least_bare": MIB}
             problems += parsed(parse_size, getattr(self, name), **how)
@@ -112,30 +124,3 @@ def check_arguments(**arguments: Any) -> MemoryOptions:
         problems += error.problems
     refuse(problems, of="manage")
     return checked
-
-
-def _is_device(value: object) -> bool:
-    return value is None or (isinstance(value, str) and (value in DEVICES or bool(_CUDA.fullmatch(value))))
-
-
-def _is_path(value: object) -> bool:
-    return isinstance(value, Path | None)
-
-
-_KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
-    {
-        "device": Kind('"cpu", "emulated", "cuda", "cuda:1" or None', _is_device, hint=near(*DEVICES)),
-        "precision": choice(None, "fp32", "bf16", "fp16"),
-        "disk": Kind("the path of a directory", _is_path),
-        "states": choice("exact", to_come=["compact"]),
-        "step": choice("deferred", "in_backward"),
-        "max_grad_norm": Kind("a finite norm, a number of 0 or more, or None", lambda v: v is None or RATE.takes(v)),
-        "weights": Kind("the path of a safetensors file, or of a directory as save_pretrained leaves it", _is_path),
-        "activations": choice("model", to_come=["recompute", "plan"]),
-        "mesh": Kind(
-            'a torch.distributed.DeviceMesh with the dimension "dp", or None',
-            lambda value: value is None or type(value).__name__ == "DeviceMesh",  # which this layer does not import
-        ),
-        "options": Kind("patrickstar.Options(...)", lambda value: isinstance(value, Options)),
-    }
-)

@@ -1,15 +1,18 @@
-"""Kinds of values: in words, as a test, as what a value becomes, and with a hint at what else was meant."""
+"""Kinds of values: in words, as a test, as what a value becomes, and with a hint at what else was meant; groups of options, each of its kind.
+
+Problems of a group are phrases that are collected, and told all at once.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, Final
 
-from patrickstar.errors import Error, nearest
+from patrickstar.errors import ConfigError, Error, nearest
 
 # What people call our words elsewhere, where no spelling is near.
 OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
@@ -129,3 +132,41 @@ TEXT_OR_NULL: Final = or_null(TEXT)
 COUNT_OR_NULL: Final = or_null(COUNT)
 WHOLE_OR_NULL: Final = or_null(WHOLE)
 RATE_OR_NULL: Final = or_null(RATE)
+
+
+def option(default: Any, kind: Kind) -> Any:
+    """A field of a group: its default, and the kind that its values are of."""
+    return field(default=default, metadata={"kind": kind})
+
+
+def problems_of(group: Any) -> list[str]:
+    """The problems of the options of a group that are not of their kinds."""
+    kinds = {one.name: one.metadata["kind"] for one in fields(group) if one.metadata}
+    return [problem for name, kind in kinds.items() for problem in kind.problems(name, getattr(group, name))]
+
+
+def unknown_argument(name: str, known: Iterable[str]) -> str:
+    """A message about an argument nobody knows: the nearest spelling, and all there are."""
+    known = sorted(known)
+    near = nearest(OTHER_NAMES.get(name, name), known)
+    return (
+        f"there is no argument {name!r}{near}{' The arguments' if near else '; the arguments'} are {', '.join(known)}"
+    )
+
+
+def parsed(parse: Callable[..., object], value: object, **how: object) -> list[str]:
+    """The problem of a text or number that something else reads, and None may stand in the place of."""
+    try:
+        if value is not None:
+            parse(value, **how)
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def refuse(problems: Sequence[str], *, of: str) -> None:
+    """Nothing, where there are no problems. ConfigError: there are; the message has every one."""
+    if len(problems) == 1:
+        raise ConfigError(f"{of}: {problems[0]}", problems=problems)
+    if problems:
+        raise ConfigError("\n  ".join([f"{of}: {len(problems)} problems", *problems]), problems=problems)

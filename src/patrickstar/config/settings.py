@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from patrickstar.config.arguments import MemoryOptions
-from patrickstar.config.problems import refuse
+from patrickstar.config.kinds import refuse
 
 REQUIRED: Final = object()
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from patrickstar.config.kinds import choice
-from patrickstar.config.problems import refuse
+from patrickstar.config.kinds import choice, refuse
 from patrickstar.core.strides import dense_strides
 from patrickstar.errors import ConfigError
 from patrickstar.optim.choose import choose_kernels

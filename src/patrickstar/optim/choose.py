@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from patrickstar.config.kinds import choice
-from patrickstar.config.problems import refuse
+from patrickstar.config.kinds import choice, refuse
 from patrickstar.errors import DeviceError
 from patrickstar.optim import fused
 from patrickstar.optim.hyper import Hyper

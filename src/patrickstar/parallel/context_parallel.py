@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from patrickstar.config.problems import refuse
+from patrickstar.config.kinds import refuse
 from patrickstar.errors import StateError, nearest
 from patrickstar.parallel.cut_batches import IGNORED, cut
 from patrickstar.parallel.group import MeshGroup, digest

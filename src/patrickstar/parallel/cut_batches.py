@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
-from patrickstar.config.problems import refuse
+from patrickstar.config.kinds import refuse
 from patrickstar.errors import nearest
 
 TOKENS: Final = ("input_ids", "inputs_embeds")

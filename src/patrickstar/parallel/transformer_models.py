@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from patrickstar.config.problems import refuse
+from patrickstar.config.kinds import refuse
 from patrickstar.errors import ConfigError, StateError
 from patrickstar.hooks import Watched, watch_arguments
 from patrickstar.parallel.cut_batches import IGNORED, TOKENS

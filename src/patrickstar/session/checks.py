@@ -6,8 +6,6 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from types import MappingProxyType
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -120,18 +118,6 @@ def _deferred_spans(named: Mapping[str, nn.Parameter]) -> list[tuple[int, int, s
     return sorted(spans)
 
 
-_ADVICE: Final = MappingProxyType(
-    {
-        "the parameters": "build the same model on all ranks",
-        "the values of parameters": "call torch.manual_seed(0) before the model is built, on all ranks",
-        "the optimizer": "give all ranks the same optimizer with the same groups",
-        "the options": "give manage() the same arguments on all ranks",
-        "the version of torch": "install the same one for all ranks",
-        "the optimizer's state": "load the same one on all ranks, or none",
-    }
-)
-
-
 def expect_alike(
     named: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer | None,
@@ -156,26 +142,31 @@ def expect_alike(
     options = {name: getattr(setup.memory, name) for name in given}
     host_bytes = setup.budgets.machine.budget[Tier.HOST] if setup.budgets.host_binds else None
     device = setup.budgets.device
+    parameters = {name: (*(shapes or {}).get(name, p.shape), p.dtype) for name, p in named.items()}
+    values = _digest(named.values() if shapes is None else ())
+    moments = _digest(m for state in states.values() if shapes is None for m in (state.exp_avg, state.exp_avg_sq))
+    counts = {name: state.step for name, state in states.items()}
+    asked = f"{options} {device.type} {host_bytes} {setup.precision.compute} {whole}"
+    groups_alike = f"{type(optimizer).__name__} {alike}"
     facts = {
-        "the version of torch": torch.__version__,
-        "the parameters": str({name: (*(shapes or {}).get(name, p.shape), p.dtype) for name, p in named.items()}),
-        "the optimizer": f"{type(optimizer).__name__} {alike}",
-        "the options": f"{options} {device.type} {host_bytes} {setup.precision.compute} {whole}",
-        "the values of parameters": _digest(named.values() if shapes is None else ()),
-        "the optimizer's state": str({name: state.step for name, state in states.items()})
-        + _digest(m for state in states.values() if shapes is None for m in (state.exp_avg, state.exp_avg_sq)),
+        "the version of torch": (torch.__version__, "install the same one for all ranks"),
+        "the parameters": (str(parameters), "build the same model on all ranks"),
+        "the optimizer": (groups_alike, "give all ranks the same optimizer with the same groups"),
+        "the options": (asked, "give manage() the same arguments on all ranks"),
+        "the values of parameters": (values, "call torch.manual_seed(0) before the model is built, on all ranks"),
+        "the optimizer's state": (f"{counts}{moments}", "load the same one on all ranks, or none"),
     }
-    mine = {name: hashlib.sha256(fact.encode()).hexdigest() for name, fact in facts.items()}
+    mine = {name: hashlib.sha256(fact.encode()).hexdigest() for name, (fact, _) in facts.items()}
     mine["GPU"] = (
         "" if device.type == "cpu" or staging_bytes(device) else str(torch.cuda.get_device_properties(device).uuid)
     )
     of_all = collectives.agree(mine, "what manage() was given")
     ranks = collectives.ranks
-    for name in facts:
+    for name, (_, advice) in facts.items():
         others = tuple(rank for rank, theirs in enumerate(of_all) if theirs[name] != of_all[0][name])
         if others:
             raise RankError(
-                f"manage(): {name} differ between {ranks.names([0])} and {ranks.names(others)}: {_ADVICE[name]}",
+                f"manage(): {name} differ between {ranks.names([0])} and {ranks.names(others)}: {advice}",
                 ranks=ranks.numbers(others),
                 action="manage()",
                 reason=f"{name} differ",

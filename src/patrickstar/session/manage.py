@@ -20,8 +20,8 @@ from patrickstar.comm.collectives import Collectives
 from patrickstar.comm.ranks import Ranks, ranks_of
 from patrickstar.comm.transport import staging_bytes
 from patrickstar.config.arguments import MemoryOptions, check_arguments
+from patrickstar.config.kinds import refuse
 from patrickstar.config.options import LossScale, Options
-from patrickstar.config.problems import refuse
 from patrickstar.core.machine import Tier
 from patrickstar.errors import BudgetError
 from patrickstar.hooks import watch_root

@@ -63,7 +63,7 @@ class Saving:
         """Writes `directory/step-...` and moves `latest`. DeviceError where it cannot be written; nothing is lost by that."""
         self.parts.executor.settle()
         tensors, live = self._tensors(self.parts.steps), self.live_groups
-        delivery = self._delivery({name: saved.source for name, saved in tensors.items()})
+        delivery = self._delivery(tensors)
         own, *others = rng.capture_all(self.all_ranks, self.parts.binding.device)
         state: dict[str, Any] = {
             "steps": dict(self.parts.steps),
@@ -117,31 +117,28 @@ class Saving:
         model, binding = self.parts.model, self.parts.binding
         tensors = tensors_of(model)
         kept = own_keys(model, tensors)
-        found = {key: tensor for keys, tensor in tensors.items() if (key := kept.get(keys))}
-        names = {key: binding.names.get(id(tensor)) for key, tensor in found.items()}
-        sources = {
-            key: tensor if (name := names[key]) is None else Kept(WEIGHT, binding.by_name[name])
-            for key, tensor in found.items()
-        }
-        entries = [
-            TensorEntry(key, tensor.dtype, tuple(tensor.shape))
-            if (name := names[key]) is None
-            else TensorEntry(key, torch.float32, self.parts.shape(binding.by_name[name]))
-            for key, tensor in found.items()
-        ]
-        delivery = self._delivery(sources)
+        found: dict[str, _Saved] = {}
+        for keys, tensor in tensors.items():
+            if key := kept.get(keys):
+                bound = binding.by_name.get(binding.names.get(id(tensor), ""))
+                if bound is None:
+                    found[key] = _Saved(TensorEntry(key, tensor.dtype, tuple(tensor.shape)), tensor)
+                else:
+                    entry = TensorEntry(key, torch.float32, self.parts.shape(bound))
+                    found[key] = _Saved(entry, Kept(WEIGHT, bound))
+        delivery = self._delivery(found)
         with self.parts.executor.lock, self.parts.executor.quiet():
             write_model(
                 directory,
-                entries,
+                [saved.entry for saved in found.values()],
                 read=delivery.read,
                 describe=lambda to: describe(model, torch.float32, to),
                 shard_bytes=shard_bytes,
                 writers=self._writers(delivery),
             )
 
-    def _delivery(self, sources: Mapping[str, Kept | Tensor]) -> Delivery:
-        mesh = self.parts.mesh
+    def _delivery(self, tensors: Mapping[str, _Saved]) -> Delivery:
+        mesh, sources = self.parts.mesh, {name: saved.source for name, saved in tensors.items()}
         return Delivery(self.parts, sources) if mesh is None else MeshDelivery(self.parts, sources, tensors=mesh)
 
     def _writers(self, delivery: Delivery) -> Writers:

@@ -10,8 +10,8 @@ from typing import Any, Final
 from patrickstar.config.arguments import check_arguments
 from patrickstar.config.engine.table import IGNORED, OPAQUE, SECTIONS, TABLE, Key
 from patrickstar.config.json_file import read_json
+from patrickstar.config.kinds import refuse
 from patrickstar.config.options import LossScale, Options
-from patrickstar.config.problems import refuse
 from patrickstar.config.settings import EngineSettings, OptimizerSettings, Schedule
 from patrickstar.errors import ConfigError, nearest
 
