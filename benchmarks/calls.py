@@ -47,8 +47,8 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 import patrickstar
 from patrickstar.memory.lanes import InlineLane
 from patrickstar.plan.update_choice import UpdateChoice
+from patrickstar.session.manage import assemble
 from patrickstar.session.start import set_up
-from patrickstar.testing.inside import manage_inside
 
 LAYERS, WIDTH = 24, 64
 CHUNK = WIDTH * WIDTH
@@ -217,7 +217,7 @@ def begin(arguments: Mapping[str, Any], *, compute: str | None = None) -> tuple[
     inline = {"make_lane": lambda _src, _dst: InlineLane()}
     # Updates come in a stretch of their own: between uses they would be counted for the uses that come after them.
     choice = UpdateChoice(apart=True)
-    return manage_inside(model, optimizer, **inline, choice=choice, options=options, **arguments), model, inputs
+    return assemble(model, optimizer, **inline, choice=choice, options=options, **arguments), model, inputs
 
 
 def route_of_a_weight(disk: str | Path) -> dict[str, list[str]]:
@@ -319,7 +319,7 @@ def measure_decoder(binding: str, *, moves: bool, disk: str | Path) -> dict[str,
     train(plain, optimizers[0], inputs)
     base = calls_of(partial(train, plain, optimizers[0], inputs))
     with unittest.mock.patch.dict(set_up.__kwdefaults__, binding=binding):
-        session = manage_inside(model, optimizers[1], make_lane=lambda _src, _dst: InlineLane(), **CPU, **budget)
+        session = assemble(model, optimizers[1], make_lane=lambda _src, _dst: InlineLane(), **CPU, **budget)
     with session:
         for _ in range(DECODER_STEPS - 1):
             stats = take_step(session, model, inputs, watched=nullcontext)

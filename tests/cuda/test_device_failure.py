@@ -13,7 +13,7 @@ import patrickstar
 from patrickstar.errors import DeviceError
 from patrickstar.memory.device_failure import DeviceFailureError, noticed_at
 from patrickstar.memory.stream_lane import StreamLane
-from patrickstar.testing.inside import manage_inside
+from patrickstar.session.manage import assemble
 from tests.cuda.twins import CHUNK, TIGHT, batch, mlp, step
 from tests.parity.compare import same_bits
 
@@ -30,7 +30,7 @@ def begin(**arguments: Any) -> tuple[torch.nn.Module, Any]:
     optimizer = torch.optim.AdamW(model.parameters())
     options = patrickstar.Options(chunk_size=CHUNK, poison=True)
     keywords = {"device": "cuda", "device_memory": TIGHT, "precision": "fp32", "options": options, **arguments}
-    return model, manage_inside(model, optimizer, **keywords)
+    return model, assemble(model, optimizer, **keywords)
 
 
 def train(model: torch.nn.Module, session: Any, steps: int) -> None:

@@ -20,7 +20,7 @@ from patrickstar.errors import BudgetError
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import norm_of
 from patrickstar.optim.passes import Passes
-from patrickstar.testing.inside import manage_inside
+from patrickstar.session.manage import assemble
 from patrickstar.tracing.live_bytes import LiveBytes
 from tests.composed import Composed
 from tests.cuda.schedules import Accelerator
@@ -450,7 +450,7 @@ def test_slots_and_activations_stay_within_a_budget_of_whole_granules(accelerato
     budget = 8 * granule
     gc.collect()
     before = most_bytes()
-    with manage_inside(
+    with assemble(
         model,
         torch.optim.AdamW(model.parameters()),
         device="cuda",

@@ -15,7 +15,7 @@ import patrickstar
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.passes import Passes
-from patrickstar.testing.inside import manage_inside
+from patrickstar.session.manage import assemble
 from tests.optim.definition import Definition
 
 WIDTH = 64
@@ -144,7 +144,7 @@ def twins(build: Callable[[], nn.Module] = mlp, *, device_memory: int = TIGHT, *
     if "max_grad_norm" in arguments:  # for which Triton's passes collect more than torch's operations
         ours, torchs = choose_kernels(torch.device("cuda"))["cuda"], Passes()
         device_memory += norm_bytes(ours) - norm_bytes(torchs)
-    with manage_inside(
+    with assemble(
         model,
         torch.optim.AdamW(model.parameters(), **keywords),
         device="cuda",

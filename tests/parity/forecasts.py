@@ -15,7 +15,7 @@ from torch import nn
 import patrickstar
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.forecast import Forecast, forecast
-from patrickstar.testing.inside import manage_inside
+from patrickstar.session.manage import assemble
 from tests.composed import Composed
 from tests.parity.lanes import choice_of, dealt, depth_of, lanes_for, shows_choice
 from tests.parity.managed import Limits, arguments_of
@@ -99,7 +99,7 @@ def compare(row: Row, limits: Limits, directory: Path, *, device: str = "cpu") -
     assert found.fits, f"{row} is refused at {limits}, which forecasts have named: {found.refusal}"
     model, lanes = case.build(row.checkpointing), lanes_for(row) if device == "cpu" else None
     optimizer: Any = getattr(torch.optim, case.algorithm)(case.groups(model), lr=1.0)
-    with manage_inside(model, optimizer, make_lane=lanes, choice=choice, **arguments) as session:
+    with assemble(model, optimizer, make_lane=lanes, choice=choice, **arguments) as session:
         optimizer = session.optimizer
 
         def train() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import patrickstar
 from patrickstar.checkpoint.reader import open_step
 from patrickstar.plan.update_choice import UpdateChoice
-from patrickstar.testing.inside import manage_inside
+from patrickstar.session.manage import assemble
 from tests.parity.lanes import choice_of, depth_of, lanes_for
 from tests.parity.matrix import Row
 from tests.parity.oracle import HYSTERESIS, SCALE, WINDOW, Record, evaluate, on
@@ -66,7 +66,7 @@ def train(
     batches = [on(device, batch) for batch in case.batches(seed=0, count=steps * row.accumulation * row.world)]
     plain = getattr(torch.optim, case.algorithm)(groups, lr=1.0)  # each group has its own rate
     by_call = row.clipping and row.accumulation > 1
-    session = manage_inside(
+    session = assemble(
         model,
         plain,
         make_lane=lanes_for(row) if device == "cpu" else None,

@@ -21,7 +21,7 @@ from patrickstar.memory.links import MakeLane
 from patrickstar.plan.actions import Issue, Wait
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.update_choice import UpdateChoice
-from patrickstar.testing.inside import manage_inside
+from patrickstar.session.manage import assemble
 from patrickstar.torch_private import unobserved
 from tests.parity.compare import compare_mappings, same_bits
 
@@ -209,7 +209,7 @@ class Pair:
             before(self.plain, self.plain_optimizer)
             before(self.model, self.original)
         inside = {"make_lane": make_lane} if choice is None else {"make_lane": make_lane, "choice": choice}
-        manage = patrickstar.manage if not any(inside.values()) else partial(manage_inside, **inside)
+        manage = patrickstar.manage if not any(inside.values()) else partial(assemble, **inside)
         self.session = manage(
             self.model, self.original, options=options(**(with_options or {})), **(keywords or EMULATED)
         )

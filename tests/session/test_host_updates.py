@@ -20,7 +20,7 @@ from patrickstar.plan.actions import Issue, is_copy
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.snapshot import Snapshot
 from patrickstar.plan.update_choice import UpdateChoice, choose_tiers
-from patrickstar.testing.inside import manage_inside
+from patrickstar.session.manage import assemble
 from tests.lanes import LANES
 from tests.parity.oracle import global_norm
 from tests.plan.builders import layout_of
@@ -123,7 +123,7 @@ def test_the_gradient_goes_down_and_the_weight_comes_up_and_nothing_else_does(
     model, itemsize = mlp(layers=10), 4 if kind == "fp32" else 2
     # A backward leaves room for an update of its own beside gradients that wait.
     slots = (8 if step == "deferred" else 10) if tight else 40
-    session = manage_inside(
+    session = assemble(
         model,
         adamw(model),
         choice=ON_HOST,

@@ -15,7 +15,7 @@ from patrickstar import BudgetError
 from patrickstar.core.machine import Tier
 from patrickstar.core.trace import Phase
 from patrickstar.plan.update_choice import UpdateChoice
-from patrickstar.testing.inside import manage_inside
+from patrickstar.session.manage import assemble
 from patrickstar.testing.manual_lane import ManualLane
 from tests.lanes import LANES
 from tests.session.builders import (
@@ -141,7 +141,7 @@ def test_an_evaluation_in_inference_mode_finds_the_model_updated(
     for looks in (False, True):
         model = mlp()
         given = {"compute": kind, "accumulate": 1, "loss_scale": patrickstar.LossScale(initial=2.0, dynamic=False)}
-        with manage_inside(
+        with assemble(
             model, adamw(model), make_lane=LANES[lanes](1), precision=kind, options=options(**given), **on_disk
         ) as session:
             for number in range(4):

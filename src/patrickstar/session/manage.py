@@ -55,6 +55,8 @@ from patrickstar.step.resources import bound_kernels, uncounted_settings
 from patrickstar.step.training_deferred import DeferredTraining
 from patrickstar.step.values import Weights
 
+_log = logging.getLogger("patrickstar")
+
 
 def manage(
     model: nn.Module,
@@ -101,27 +103,23 @@ def manage(
         ConfigError, LayoutError, StateError, BudgetError, CheckpointError, DeviceError: model and optimizer are then as before.
     """
     known = {name: value for name, value in locals().items() if name not in ("model", "optimizer", "unknown")}
-    return assemble(model, optimizer, check_arguments(**known, **unknown))
-
-
-_log = logging.getLogger("patrickstar")
+    check_arguments(**known, **unknown)
+    return assemble(model, optimizer, **known)
 
 
 def assemble(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    memory: MemoryOptions,
+    optimizer: torch.optim.Optimizer | None = None,
     *,
     make_lane: MakeLane | None = None,
     choice: UpdateChoice = UpdateChoice(),  # noqa: B008  (frozen)
+    **arguments: Any,
 ) -> Session:
-    """The session for arguments of `manage`, which have been checked.
+    """Does what `manage` does with these arguments, with parts exchanged for others that keep the same contract: no bit may depend on which.
 
-    Args:
-        make_lane: lanes in place of those that the options ask for. choice: when chunks are updated.
-    Raises:
-        what `manage` raises: model and optimizer are then as before.
+    `make_lane`: lanes in place of those that the options ask for. `choice`: when chunks are updated.
     """
+    memory = check_arguments(**arguments)
     groups = groups_of(model) if isinstance(model, nn.Module) else {}
     makers = ranks_of(memory.mesh, {name: group.size for name, group in groups.items()})
     # First of all: the others hear of whatever this rank refuses.
