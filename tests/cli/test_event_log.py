@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from patrickstar.cli.event_log import EventLog
+from patrickstar.cli.display import EventLog
 
 STEP = {"event": "step", "step": 3, "loss": 5.5, "peak": {"device": 0, "host": 7, "disk": 9}}
 

@@ -9,7 +9,7 @@ import torch
 
 from patrickstar.checkpoint import storage
 from patrickstar.cli import plain
-from patrickstar.cli.event_log import EventLog
+from patrickstar.cli.display import EventLog
 from patrickstar.cli.models import ModelSource
 from patrickstar.memory.allocator import tcmalloc_library
 from patrickstar.memory.store import ChunkStore

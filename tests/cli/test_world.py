@@ -19,8 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from patrickstar.cli import loop
 from patrickstar.cli.batches import Batches, prepare_data
-from patrickstar.cli.display import Display
-from patrickstar.cli.event_log import EventLog
+from patrickstar.cli.display import Display, EventLog
 from patrickstar.cli.main import main
 from patrickstar.cli.world import World
 from tests.cli.runs import Runs

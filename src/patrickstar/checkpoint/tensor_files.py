@@ -83,11 +83,7 @@ class TensorFiles:
             del piece  # not to hold two while the next is read
 
     def add(self, path: Path, *, nbytes: int | None = None, has_tensors: bool = True) -> None:
-        """Look at one more file, and read its header where it is a safetensors file. `nbytes`: what it must have.
-
-        Raises:
-            CheckpointError: it cannot be read, is no such file, or has a tensor that an earlier one has.
-        """
+        """Looks at one more file, of `nbytes`, and reads its header where it has tensors. CheckpointError: it cannot be read, or has one twice."""
         fd, identity = self._opened(path)
         try:
             if nbytes not in (None, identity[2]):
@@ -102,11 +98,7 @@ class TensorFiles:
             self.spans[name], self.file_of[name] = span, path
 
     def source(self, path: Path) -> Source:
-        """A file that has been looked at, opened if it is not yet.
-
-        Raises:
-            CheckpointError: it cannot be opened, or is not the one that was looked at before.
-        """
+        """A file that has been looked at, opened if it is not yet. CheckpointError: it cannot be opened, or is another one by now."""
         if self._open is None or self._open.path != path:
             self._close_file()
             fd, identity = self._opened(path)

@@ -79,11 +79,7 @@ def encode_header(entries: Sequence[TensorEntry]) -> bytes:
 
 
 def read_header(io: FileIO, path: Path, fd: int) -> dict[str, Span]:
-    """The tensors of an open file, in the order in which they lie.
-
-    Raises:
-        CheckpointError: it is no safetensors file, or has a type or size that is not read.
-    """
+    """The tensors of an open file, in the order in which they lie. CheckpointError: it is no safetensors file, or has a type that is not read."""
     try:
         # The file that is open, whatever lies at its path by now. Not as torch's, for which the library would map all of it.
         with safe_open(f"/proc/self/fd/{fd}", framework="numpy"):

@@ -106,11 +106,7 @@ def validation_batches(
     rows: slice = slice(None),
     shard: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> list[Batch]:
-    """Batches of held-out windows, at most `most`, spread evenly over the held-out text; always the same ones. `rows`, `shard`: as for `Batches`.
-
-    Raises:
-        DataError: less than one window of text.
-    """
+    """Batches of held-out windows, at most `most`, spread evenly over the text, always the same ones. DataError: it is less than one window."""
     windows = _windows(tokens, seq_len, "held-out")
     # A batch smaller than the training one would be another shape to plan for: windows repeat where text is short.
     count = max(1, min(most, len(windows) // batch_size))
@@ -147,12 +143,7 @@ class Data:
 
 
 def prepare_data(given: Sequence[str], *, vocab_size: int, own_tokenizer: Path | None, display: Display) -> Data:
-    """The tokens of a run, read and encoded, or drawn; says which.
-
-    Raises:
-        ConfigError: `random` beside paths.
-        ConfigError, DataError: see `read_corpus` and `make_tokenizer`.
-    """
+    """The tokens of a run, read and encoded, or drawn; says which. ConfigError: `random` beside paths. DataError: see `read_corpus`."""
     if RANDOM in given:
         if len(given) > 1:
             raise ConfigError(

@@ -1,19 +1,20 @@
-"""Display of a run for a person: progress bars in a terminal, a plain line now and then elsewhere, a table at the end."""
+"""Words of a run: for a person, progress bars in a terminal, a plain line now and then elsewhere, a table at the end; and the log, for programs."""
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from patrickstar.cli.event_log import Row
 from patrickstar.units import format_bytes
 
 # Where nobody looks at a terminal, a line this often tells a log's reader that the run lives.
@@ -113,3 +114,32 @@ def step_text(step: Row, held: Mapping[str, int], budgets: Budgets) -> str:
 
 def _of(budgets: Budgets, tier: str) -> str:
     return format_bytes(budgets[tier]) if tier in budgets else ""
+
+
+Row = Mapping[str, Any]
+
+
+class EventLog(ExitStack):
+    """`--log-json`: begun anew, or appended to where a run goes on. Without a file it takes rows and writes nothing.
+
+    What was there before goes when the first row comes: a run that fails on the way to it has destroyed no log.
+    """
+
+    def __init__(self, path: Path | None, *, append: bool) -> None:
+        super().__init__()
+        self._file: TextIO | None = None
+        self._begins_anew = not append
+        if path is not None:
+            self._file = self.enter_context(path.open("a", encoding="utf-8"))
+            if append and path.read_bytes()[-1:] not in (b"", b"\n"):  # the run was killed while writing its last line
+                self._file.write("\n")
+
+    def write(self, row: Row) -> None:
+        """Appends a row and flushes it."""
+        if self._file is not None:
+            if self._begins_anew:
+                self._file.truncate(0)
+                self._begins_anew = False
+            plain = json.loads(json.dumps(row), parse_constant=lambda _: None)  # null where JSON has no number
+            self._file.write(json.dumps(plain) + "\n")
+            self._file.flush()

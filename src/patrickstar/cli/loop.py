@@ -12,8 +12,7 @@ from torch import nn
 
 import patrickstar
 from patrickstar.cli.batches import Batch, Batches
-from patrickstar.cli.display import Budgets, Display, step_text
-from patrickstar.cli.event_log import EventLog, Row
+from patrickstar.cli.display import Budgets, Display, EventLog, Row, step_text
 from patrickstar.cli.predict import manage_arguments
 from patrickstar.cli.request import Request
 from patrickstar.cli.stop import StopSignals
@@ -48,11 +47,7 @@ _REMEMBERED: Final = ("step", *LOSSES)
 
 @dataclass(eq=False)
 class TrainingRun:
-    """A session, and all that a run works on.
-
-    Attributes:
-        stopped: the exit status that a signal has asked for, on any rank, once all have agreed to stop.
-    """
+    """A session, and all that a run works on. `stopped`: the exit status that a signal has asked for, once all ranks have agreed to stop."""
 
     request: Request
     model: nn.Module
@@ -94,11 +89,7 @@ class TrainingRun:
             self._is_to_stop()
 
     def resume(self) -> None:
-        """Goes on from the newest checkpoint, which there is.
-
-        Raises:
-            CheckpointError: it is damaged (the message names the newest that is not), or of another model or other data.
-        """
+        """Goes on from the newest checkpoint, which there is. CheckpointError: it is damaged, or of another model or other data."""
         assert self.request.checkpoint_dir is not None
         extra = self.session.load_checkpoint(self.request.checkpoint_dir)
         self.batches.load_state_dict(extra["batches"])

@@ -139,11 +139,7 @@ class MachineSource:
 
     @classmethod
     def find(cls, name: str) -> MachineSource:
-        """The machine that `--machine NAME|FILE` means; a file of that name goes before a known name.
-
-        Raises:
-            ConfigError: nothing of that name. MachineError: the file is no machine's.
-        """
+        """The machine that `--machine NAME|FILE` means; a file goes first. ConfigError: it is neither. MachineError: the file is none."""
         path = Path(name)
         if path.is_file():
             return cls(name, _read(path))

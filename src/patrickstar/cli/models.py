@@ -172,11 +172,7 @@ class ModelSource:
 
     @classmethod
     def find(cls, name: str) -> ModelSource:
-        """The source that `--model NAME|DIR|FILE.json` means; a directory or file of that name goes before a known name.
-
-        Raises:
-            ConfigError: nothing of that name, or not a model's configuration.
-        """
+        """The source that `--model NAME|DIR|FILE.json` means; a directory or file goes first. ConfigError: nothing of that name."""
         path = Path(name)
         if path.is_file():
             return cls(name, read_json(path, what="--model"))
@@ -201,11 +197,7 @@ class ModelSource:
         return file if file is not None and file.is_file() else None
 
     def config(self) -> Any:
-        """The Hugging Face configuration, as training needs it: no cache of keys and values.
-
-        Raises:
-            ConfigError: not a model that transformers builds as a causal language model.
-        """
+        """The Hugging Face configuration, without a cache of keys and values. ConfigError: transformers has no causal model of it."""
         transformers = _transformers()
         settings = dict(self.settings)
         kind = settings.pop("model_type", None)
@@ -227,11 +219,7 @@ class ModelSource:
         return config
 
     def build(self) -> nn.Module:
-        """The model in fp32 and in training mode: with its weights, or with fresh ones from torch's random numbers now.
-
-        Raises:
-            ModelError: files that do not hold this model's weights.
-        """
+        """The model in fp32 and in training mode: with its weights, or fresh ones from torch's random numbers. ModelError: no weights."""
         import torch
 
         if self.weights is None:
@@ -244,11 +232,7 @@ class ModelSource:
         return self._complete(model)
 
     def build_deferred(self) -> nn.Module:
-        """A model without memory for its parameters, which `manage` fills, with `weights=` where there are files.
-
-        Raises:
-            ModelError, CheckpointError: files that do not hold this model's weights.
-        """
+        """A model without memory for its parameters, which `manage` fills. ModelError, CheckpointError: its files do not hold its weights."""
         from patrickstar.deferred.deferred_init import deferred_init
 
         with deferred_init():

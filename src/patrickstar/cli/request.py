@@ -134,12 +134,9 @@ class Configuration:
 
 
 def configure(path: Path, given: Mapping[str, Any], *, explicit: Collection[str], ranks: int = 1) -> Configuration:
-    """Reads a config for a run whose flags are `given`; `explicit`: those that stand on the command line, which win.
+    """Reads a config for a run whose flags are `given`; `explicit` ones stand on the command line, and win. ConfigError: also with these in place.
 
     `ranks`: how many there are; a micro batch in a config is one rank's, `--batch-size` that of all.
-
-    Raises:
-        ConfigError: the config has problems, also with the flags in place; or a flag has nothing to say beside it.
     """
     config = read_json(path)
     for flag in explicit:

@@ -19,8 +19,7 @@ import patrickstar
 from patrickstar.checkpoint import rng
 from patrickstar.checkpoint.reader import saved_steps
 from patrickstar.cli.batches import VALIDATION_BATCHES, Batch, Batches, Data, prepare_data, validation_batches
-from patrickstar.cli.display import Display, NoteHandler
-from patrickstar.cli.event_log import EventLog
+from patrickstar.cli.display import Display, EventLog, NoteHandler
 from patrickstar.cli.loop import LOSSES, TrainingRun, validation_loss
 from patrickstar.cli.models import check_length
 from patrickstar.cli.plain import Comparison, ManagedRun, PlainPrecision, PlainRun, Scaling, compare_plain, digests

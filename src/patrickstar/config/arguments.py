@@ -103,11 +103,7 @@ class MemoryOptions:
 
 
 def check_arguments(**arguments: Any) -> MemoryOptions:
-    """The keyword arguments of `manage`, as one frozen group; `options=None` becomes the default options.
-
-    Raises:
-        ConfigError: with every problem: arguments that do not exist, values, and what does not go together.
-    """
+    """The keyword arguments of `manage`, as one frozen group; `options=None` becomes the default options. ConfigError: with every problem."""
     known = MemoryOptions.__dataclass_fields__
     given = {name: value for name, value in arguments.items() if name in known}
     if given.get("options") is None:

@@ -76,7 +76,10 @@ class DeferredRecorder:
                 cell.deferred = True
                 self._let_go(cell)
                 parameter.data = self._storages.without_memory(cell, parameter)
-                self._gone(cell.nbytes)
+                self._freed_bytes += cell.nbytes
+                if self._freed_bytes >= _RELEASE_BYTES:  # from time to time: the allocator is to give it back
+                    release_free_memory()
+                    self._freed_bytes = 0
             cell.label = cell.label or label
             self._seen.append(weakref.ref(parameter))
 
@@ -246,13 +249,6 @@ class DeferredRecorder:
             self._hand = None
             self._hand = (cell, recipe.replay(cell))
         return self._hand[1]
-
-    def _gone(self, nbytes: int) -> None:
-        """Notes that memory has been freed; the allocator is asked from time to time to give it back."""
-        self._freed_bytes += nbytes
-        if self._freed_bytes >= _RELEASE_BYTES:
-            release_free_memory()
-            self._freed_bytes = 0
 
     def _let_go(self, cell: Cell) -> None:
         if self._hand is not None and self._hand[0] is cell:

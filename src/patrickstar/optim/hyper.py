@@ -30,11 +30,7 @@ class Hyper:
 
     @classmethod
     def from_group(cls, group: Mapping[str, Any]) -> Hyper:
-        """Reads a group of torch's Adam or AdamW as it stands now; schedulers write to it between steps.
-
-        Raises:
-            ConfigError: a flag that changes the update is set, or a value is no number.
-        """
+        """Reads a group of torch's Adam or AdamW as it stands now. ConfigError: a flag that changes the update is set, or a value is no number."""
         refuse_unsupported(group)
         beta1, beta2 = group["betas"]
         return cls(

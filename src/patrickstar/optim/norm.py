@@ -48,20 +48,15 @@ class GlobalNorm:
         """Takes the next elements of the current tensor, a flat piece, multiplied with the factors in their order (0-dim fp32)."""
         assert piece.dim() == 1, f"a piece must be flat, not {tuple(piece.shape)}"
         for block in scaled_blocks(piece, factors):
-            self._add(block)
-
-    def _add(self, piece: torch.Tensor) -> None:
-        assert not (self._has_cut and piece.numel()), (
-            f"a tensor of more elements than {len(self._squares)}, the largest"
-        )
-        start = 0
-        while start < piece.numel():
-            taken = min(piece.numel() - start, len(self._squares) - self._filled)
-            self._squares[self._filled : self._filled + taken].copy_(piece[start : start + taken])
-            self._filled += taken
-            start += taken
-            if self._filled == len(self._squares):
-                self._sum()
+            assert not (self._has_cut and block.numel()), f"a tensor of more elements than {len(self._squares)}"
+            start = 0
+            while start < block.numel():
+                taken = min(block.numel() - start, len(self._squares) - self._filled)
+                self._squares[self._filled : self._filled + taken].copy_(block[start : start + taken])
+                self._filled += taken
+                start += taken
+                if self._filled == len(self._squares):
+                    self._sum()
 
     def end_tensor(self) -> None:
         """Ends the current tensor: the next piece starts another one, with a block of its own."""

@@ -23,12 +23,7 @@ Betas = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """A learning rate over a run.
-
-    Attributes:
-        lr: gives the rate after so many steps; the second argument is the optimizer's own rate.
-        betas: gives the betas after so many steps; None: as the optimizer has them.
-    """
+    """A learning rate over a run: `lr` gives it after so many steps, from the optimizer's own; `betas` gives the betas, or None: they stay."""
 
     lr: Callable[[int, float], float]
     betas: Callable[[int], Betas | None] = lambda _: None

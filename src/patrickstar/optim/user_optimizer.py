@@ -53,12 +53,9 @@ def check_parameters(parameters: Iterable[torch.Tensor], names: Mapping[int, str
 
 
 def read_groups(groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> dict[str, Hyper]:
-    """The hyper-parameters of every parameter that is in a group, by name, as the groups stand now.
+    """The hyper-parameters of every parameter that is in a group, by name, as the groups stand now. One in no group gets no update, as in torch.
 
-    A parameter in no group gets no update, as in torch.
-
-    Raises:
-        ConfigError: a parameter is not the model's, a flag that changes the update is set, or a value is no number.
+    ConfigError: a parameter is not the model's, a flag that changes the update is set, or a value is no number.
     """
     check_parameters([parameter for group in groups for parameter in group["params"]], names)
     hypers: dict[str, Hyper] = {}
@@ -69,12 +66,9 @@ def read_groups(groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> d
 
 
 def read_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, State]:
-    """State of the optimizer by name, without the parameters it never updated.
+    """State of the optimizer by name, without the parameters it never updated. ConfigError: state that is not Adam's.
 
     The moments are the optimizer's own tensors: their memory is free once they are copied *and* its `state` is cleared.
-
-    Raises:
-        ConfigError: state that is not Adam's.
     """
     states: dict[str, State] = {}
     for group in optimizer.param_groups:
@@ -143,11 +137,7 @@ class State:
 
     @classmethod
     def from_torch(cls, entry: Mapping[str, Any], shape: Sequence[int], *, name: str) -> State:
-        """Reads an entry of torch's `optimizer.state`; the moments are the same tensors, not copies.
-
-        Raises:
-            CheckpointError: a field is missing, is of another shape, or the count is none.
-        """
+        """Reads an entry of torch's `optimizer.state`; the moments are the same tensors. CheckpointError: one is missing, or of another shape."""
         missing = [field for field in ("step", "exp_avg", "exp_avg_sq") if field not in entry]
         if missing:
             raise CheckpointError(

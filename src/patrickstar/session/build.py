@@ -64,12 +64,9 @@ from patrickstar.units import format_bytes, parse_rate
 
 
 def build_memory(setup: Setup, *, make_lane: MakeLane | None = None) -> ChunkStore:
-    """The store with every unit at home, without contents yet.
+    """The store with every unit at home, without contents yet. BudgetError: no batch could fit. DeviceError: the disk cannot be used.
 
-    Args:
-        make_lane: lanes in place of those that the options ask for.
-    Raises:
-        BudgetError: no batch could fit. DeviceError: the disk cannot be used. Nothing is allocated then.
+    Nothing is allocated then. `make_lane`: lanes in place of those that the options ask for.
     """
     memory, layout, budgets, formats = setup.memory, setup.layout, setup.budgets, setup.formats
     machine, options = budgets.machine, memory.options

@@ -27,11 +27,7 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def check_model(model: object) -> dict[str, nn.Parameter]:
-    """The model's parameters by name, each once, in registration order.
-
-    Raises:
-        ConfigError: it is no module. StateError: it is managed already, or compiled. LayoutError: its parameters cannot be laid out.
-    """
+    """The model's parameters by name, each once, in registration order. ConfigError, StateError, LayoutError: why it cannot be managed."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; manage() takes a torch.nn.Module")
     if is_building():

@@ -36,11 +36,7 @@ class Loading:
     """
 
     def __init__(self, model: nn.Module, named: Mapping[str, nn.Parameter], path: Path) -> None:
-        """Opens the files, holds them against the model, and tells what is missing on either side. Nothing of the model is changed.
-
-        Raises:
-            CheckpointError: they are damaged, or of another model.
-        """
+        """Opens the files, holds them against the model, and tells what either side has not. CheckpointError: damaged, or of another model."""
         tensors = tensors_of(model)
         parameters = names_by_id(named)
         self._model = model

@@ -26,11 +26,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class OptimizerTarget:
-    """A session as its optimizer sees it: `optim.managed.StepTarget` says what each is for.
-
-    Attributes:
-        parts: of the session. original: the optimizer that was passed to `manage`.
-    """
+    """A session as its optimizer sees it: `StepTarget` says what each is for. `original`: the optimizer that was passed to `manage`."""
 
     parts: Parts
     original: torch.optim.Optimizer
@@ -93,11 +89,7 @@ def states_of(parts: Parts) -> dict[str, State]:
 
 
 class StateMapping(MutableMapping[Tensor, Any]):
-    """A mapping like torch's `optimizer.state`: a parameter is in it once it has been updated; what is asked of another one is empty.
-
-    Args:
-        parts: of the session. optimizer: the one that was passed to `manage`.
-    """
+    """A mapping like torch's `optimizer.state`: a parameter is in it once it has been updated; what is asked of another one is empty."""
 
     def __init__(self, parts: Parts, optimizer: torch.optim.Optimizer) -> None:
         self._parts = parts
