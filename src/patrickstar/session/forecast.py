@@ -366,11 +366,3 @@ def _smallest_host(machine: Machine, needs: Callable[[Machine], int], everything
 
 def _with_host(machine: Machine, host_bytes: int) -> Machine:
     return Machine(machine.compute, {**machine.budget, Tier.HOST: host_bytes})
-
-
-def let_gradients_go(state: Residency, *, keeps: bool) -> None:
-    """Gradients that nobody wants give their slots back. `keeps`: whether the step goes on, which wants those that have contents."""
-    for ref in sorted(state.home):
-        if ref.plane == GRAD and (ref in state.stale[state.compute] if state.is_free(ref) else not keeps):
-            for action in residency.release(state, ref):
-                residency.apply(state, action)

@@ -20,7 +20,6 @@ from patrickstar.plan.residency import Residency
 from patrickstar.plan.simulate import Simulation, simulate
 from patrickstar.plan.stretch import Ask, Draft, StretchKind
 from patrickstar.plan.touches import kept_gradients, master_touches
-from patrickstar.session.forecast import let_gradients_go
 from patrickstar.step.budgets import Budgets
 
 _STEPS_TO_SETTLE = 12
@@ -197,3 +196,11 @@ class PaperRun:
         for action in self._pilot.decided(Phase.STEP, name, touches, ()):
             residency.apply(self.state, action)
         residency.mark_moment(self.state, Moment(Phase.STEP, name, tuple(touches)))
+
+
+def let_gradients_go(state: Residency, *, keeps: bool) -> None:
+    """Gradients that nobody wants give their slots back. `keeps`: whether the step goes on, which wants those that have contents."""
+    for ref in sorted(state.home):
+        if ref.plane == GRAD and (ref in state.stale[state.compute] if state.is_free(ref) else not keeps):
+            for action in residency.release(state, ref):
+                residency.apply(state, action)
