@@ -110,8 +110,8 @@ def test_the_word_random_goes_with_nothing_else(given):
 
 
 def test_a_run_on_random_tokens_reads_no_text_and_makes_no_tokenizer(runs, capsys, monkeypatch):
-    monkeypatch.setattr("patrickstar.cli.data.read_corpus", None)
-    monkeypatch.setattr("patrickstar.cli.data.make_tokenizer", None)
+    monkeypatch.setattr("patrickstar.cli.batches.read_corpus", None)
+    monkeypatch.setattr("patrickstar.cli.batches.make_tokenizer", None)
     assert runs.train("--compare-plain", data="random", steps=4, log="whole") == 0
     assert "plain PyTorch gives the same bits" in capsys.readouterr().out
     start, *_, summary = runs.rows("whole")
