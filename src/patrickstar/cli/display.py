@@ -20,6 +20,7 @@ from patrickstar.units import format_bytes
 # Where nobody looks at a terminal, a line this often tells a log's reader that the run lives.
 PLAIN_EVERY_S: Final = 10.0
 
+Row = Mapping[str, Any]
 Budgets = Mapping[str, int]
 
 
@@ -114,9 +115,6 @@ def step_text(step: Row, held: Mapping[str, int], budgets: Budgets) -> str:
 
 def _of(budgets: Budgets, tier: str) -> str:
     return format_bytes(budgets[tier]) if tier in budgets else ""
-
-
-Row = Mapping[str, Any]
 
 
 class EventLog(ExitStack):

@@ -25,6 +25,24 @@ SCHEDULES: Final = ("constant", "cosine")
 # Where the cosine ends, as a share of the peak: the last steps should still learn something.
 LOWEST: Final = 0.1
 
+_PRECISIONS: Final = ("fp16.enabled", "bf16.enabled", "bfloat16.enabled", "patrickstar.precision")
+# The key that says what a flag says; and others that a flag stands in the place of, sections as a whole.
+_OWN: Final = ("device", "precision", "device_memory", "host_memory", "disk", "disk_memory", "step")
+_KEYS: Final = MappingProxyType(
+    {name: f"patrickstar.{name}" for name in _OWN}
+    | {"batch_size": "train_micro_batch_size_per_gpu", "accumulate": "gradient_accumulation_steps"}
+    | {"clip": "gradient_clipping", "lr": "optimizer.params.lr"}
+)
+_OTHERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "disk": ("client.nvme_base_dir", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"),
+        "host_memory": ("client.mem_tracer.overall_cpu_mem_ratio",),
+        "precision": _PRECISIONS,
+        "schedule": ("scheduler",),
+        "warmup": ("scheduler",),
+    }
+)
+
 
 @dataclass(frozen=True, slots=True)
 class WarmupSchedule:
@@ -95,25 +113,6 @@ class Request:
     def shape(self) -> dict[str, Any]:
         """The shape of a batch."""
         return {"batch_size": self.batch_size, "seq_len": self.seq_len}
-
-
-_PRECISIONS: Final = ("fp16.enabled", "bf16.enabled", "bfloat16.enabled", "patrickstar.precision")
-# The key that says what a flag says; and others that a flag stands in the place of, sections as a whole.
-_OWN: Final = ("device", "precision", "device_memory", "host_memory", "disk", "disk_memory", "step")
-_KEYS: Final = MappingProxyType(
-    {name: f"patrickstar.{name}" for name in _OWN}
-    | {"batch_size": "train_micro_batch_size_per_gpu", "accumulate": "gradient_accumulation_steps"}
-    | {"clip": "gradient_clipping", "lr": "optimizer.params.lr"}
-)
-_OTHERS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "disk": ("client.nvme_base_dir", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"),
-        "host_memory": ("client.mem_tracer.overall_cpu_mem_ratio",),
-        "precision": _PRECISIONS,
-        "schedule": ("scheduler",),
-        "warmup": ("scheduler",),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)

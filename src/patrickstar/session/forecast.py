@@ -40,6 +40,8 @@ from patrickstar.tracing.twin import CannotTrace
 from patrickstar.units import MIB
 
 _TRIES = 4  # of budgets that may be enough
+_HOST_TRIES = 6  # of the smallest budget of a host below a device
+_GRAIN_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,10 +290,6 @@ def _model_data_bytes(layout: Layout, *, formats: Formats, keeps_gradients: bool
     return total
 
 
-_GRAIN_BYTES = 64 * MIB
-_TRIES = 6
-
-
 def smallest_budgets(setup: Setup, traces: tuple[Trace, ...]) -> dict[str, int]:
     """The smallest budget of the compute tier when everything may rest below it, or on it where there is nothing below.
 
@@ -346,7 +344,7 @@ def _smallest_host(machine: Machine, needs: Callable[[Machine], int], everything
     if needs(_with_host(machine, everything)) > device_bytes:
         return 0
     host_bytes, best = machine.budget[Tier.HOST], everything
-    for _ in range(_TRIES):
+    for _ in range(_HOST_TRIES):
         try:
             short = needs(_with_host(machine, host_bytes)) - device_bytes
         except BudgetError as refusal:  # of the tiers below, whatever the device has
