@@ -99,7 +99,7 @@ OUTSIDE: tuple[Mutant, ...] = (
         ),
         f"{BOUND}::test_near_the_bound_the_allocator_is_asked_before_the_process_grows_by_much",
     ),
-    Fault("nothing-is-alive-as-a-moment-begins", "plan.recorder:TraceRecorder.trace").by(
+    Fault("nothing-is-alive-as-a-moment-begins", "tracing.recorder:TraceRecorder.trace").by(
         assign("live_bytes", "0"),
         "tests/session/test_simulation.py::test_every_model_is_executed_as_simulated_and_as_foreseen[gpt2-fp32]",
     ),

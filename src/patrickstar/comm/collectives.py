@@ -97,24 +97,13 @@ class Collectives:
     def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Ticket:
         """Has `out` [p * n] get the shards [n] of all ranks, in their order. `shard`: perhaps its place in `out`."""
         assert (out.numel(), out.dtype) == (self._ranks.size * shard.numel(), shard.dtype)
-
-        def act() -> None:
-            self._transport.gather(out, shard)
-            self.sent_bytes += (self._ranks.size - 1) * shard.nbytes
-
-        return self._issue("gather", what, f"{shard.numel()} {shard.dtype}", self._transport.after_now(out.device, act))
+        return self._carry("gather", what, shard, lambda: self._transport.gather(out, shard))
 
     def exchange(self, out: torch.Tensor, parts: torch.Tensor, what: str) -> Ticket:
         """Has `out` [p * n] get the pieces of all ranks' `parts` [p * n] that are for this one, in their order."""
         assert (out.numel(), out.dtype) == (parts.numel(), parts.dtype)
-
-        def act() -> None:
-            self._transport.exchange(out, parts)
-            self.sent_bytes += (self._ranks.size - 1) * (parts.nbytes // self._ranks.size)
-
-        return self._issue(
-            "exchange", what, f"{parts.numel()} {parts.dtype}", self._transport.after_now(out.device, act)
-        )
+        own = parts[: parts.numel() // self._ranks.size]
+        return self._carry("exchange", what, own, lambda: self._transport.exchange(out, parts))
 
     def reduce(
         self,
@@ -132,11 +121,8 @@ class Collectives:
         """
         size = self._ranks.size
         assert out.dtype is torch.float32
-        assert (
-            (partial.numel(), partial.dtype)
-            == (received.numel(), received.dtype)
-            == (size * out.numel(), partial.dtype)
-        )
+        assert partial.numel() == received.numel() == size * out.numel()
+        assert partial.dtype is received.dtype
 
         def act() -> None:
             works = []
@@ -145,14 +131,22 @@ class Collectives:
                 of_all = mine.new_empty(size, len(flags))
                 works.append(all_gather(self._ranks.group, as_bytes(of_all), mine))
             self._transport.exchange(received, partial, works)
-            self.sent_bytes += (size - 1) * out.numel() * partial.element_size()
             sum_in_rank_order(out, received.view(size, -1), averaged=self._ranks.averaged)
             if flags is not None:
                 for theirs in of_all:
                     mine.bitwise_or_(theirs)
 
-        detail = f"{out.numel()} {partial.dtype}, {len(flags or ())} flags"
-        return self._issue("reduce", what, detail, self._transport.after_now(out.device, act))
+        return self._carry("reduce", what, partial[: out.numel()], act, also=f", {len(flags or ())} flags")
+
+    def _carry(self, kind: str, what: str, sent: torch.Tensor, move: Task, *, also: str = "") -> Ticket:
+        """Issues a collective of data. `sent`: as much as each rank gets of each other. `also`: what else must be alike."""
+
+        def act() -> None:
+            move()
+            self.sent_bytes += (self._ranks.size - 1) * sent.nbytes
+
+        act_there = self._transport.after_now(sent.device, act)
+        return self._issue(kind, what, f"{sent.numel()} {sent.dtype}{also}", act_there)
 
     def agree(self, value: _T, what: str, *, within_s: float = math.inf) -> list[_T]:
         """The values of all ranks, in their order, by pickle; waits for them, and no longer than so: all calls of all ranks fail then."""

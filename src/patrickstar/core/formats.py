@@ -94,11 +94,11 @@ def _fp32_planes() -> dict[str, PlaneFormat]:
     return dict.fromkeys((WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ), _FP32)
 
 
+@dataclass(slots=True, eq=False)
 class SessionFormats:
     """The formats of one session, which has others once it turns out to need more. `now`: those that hold now."""
 
-    def __init__(self, formats: Formats) -> None:
-        self.now = formats
+    now: Formats
 
 
 FP32: Final = Formats(planes=_fp32_planes(), whole=_fp32_planes())

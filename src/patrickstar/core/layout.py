@@ -105,16 +105,12 @@ class Piece(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Chunks from `head` on, of tensors that stay fp32 whole or do not, are trained or are not, and are of one block."""
+    """Chunks from `head` on, and the kind of their tensors, in the order of `TensorSpec.kind`."""
 
     head: int
     whole: bool = False
     frozen: bool = False
     block: str = ""
-
-    def kind(self) -> tuple[bool, bool, str]:
-        """The kind of the group's tensors, in the order of `TensorSpec.kind`."""
-        return self.whole, self.frozen, self.block
 
     def __str__(self) -> str:
         words = {self.block: bool(self.block), "fp32 whole": self.whole, "frozen": self.frozen}
@@ -306,7 +302,7 @@ def build_layout(specs: Sequence[TensorSpec], *, chunk_numel: int) -> Layout:
         tiles: list[Tile] = []
         for numel in spec.tiles():
             space = aligned(numel)
-            opens_group = not groups or groups[-1].kind() != spec.kind()
+            opens_group = not groups or groups[-1][1:] != spec.kind()
             if opens_group or used + space > length * chunk_numel:
                 if names if opens_group else used:
                     runs.append(Run(head, length, tuple(names)))

@@ -119,8 +119,8 @@ class StressedLane:
     """Has another lane do its works, each a random time later than that would, so that whoever does not wait finds something else."""
 
     def __init__(self, lane: Lane, random: Random) -> None:
-        self._lane = lane
-        self._random = random
+        self._lane, self._random = lane, random
+        self.drain, self.close = lane.drain, lane.close
 
     def issue(self, work: Task, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:
         # Most are late by a little, some by much.
@@ -131,12 +131,6 @@ class StressedLane:
             work()
 
         return self._lane.issue(late, after, nbytes=nbytes)
-
-    def drain(self) -> None:
-        self._lane.drain()
-
-    def close(self) -> None:
-        self._lane.close()
 
 
 def _do(work: Task, after: Collection[Ticket], end: Future[None], lane: str) -> None:

@@ -134,12 +134,7 @@ class Binding:
         self.changes = Changes(self.access, self.assembled, self._owners_of, rewriting)
         self.gradients = GradientAccess(self.access, self.assembled, gradients, by_id, narrow=rewriting is not None)
         self.whole = WholeParameters(
-            self.access,
-            self.gradients,
-            self.changes,
-            self._bound,
-            parameter_class=self.parameter_class,
-            device=device,
+            self.access, self.gradients, self.changes, self._bound, parameter_class=self.parameter_class, device=device
         )
         if whole:
             self.gradients.stay_put()

@@ -33,6 +33,7 @@ from patrickstar.hooks import Watched, is_called_by_compiled, watch_calls
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.call_order import CallOrder
+from patrickstar.parameters.changes import WatchedUse
 from patrickstar.parameters.transforms import is_compiled, tensors_in
 from patrickstar.torch_private import (
     Plain,
@@ -223,8 +224,9 @@ class Blocks:
                 raise
             return run()  # there is no room for all at once: by use
         changes = self._binding.changes
-        watched = changes.watch_call(type(module).__name__, [bound.tensor() for bound in block.records])
-        memory = [bound.tensor().untyped_storage()._cdata for bound in block.records]
+        tensors = [bound.tensor() for bound in block.records]
+        watched = WatchedUse(type(module).__name__, tensors, [tensor._version for tensor in tensors], {})
+        memory = [tensor.untyped_storage()._cdata for tensor in tensors]
         first_node = next_sequence_number()
         try:
             saves = self._binding.saved.around_use(of_block=True) if torch.is_grad_enabled() else nullcontext()

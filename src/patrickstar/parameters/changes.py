@@ -80,10 +80,6 @@ class Changes:
         before = {} if written is None else self.remember(self.owners_of(written))
         return WatchedUse(func, tensors, versions, before)
 
-    def watch_call(self, what: object, parameters: Sequence[Tensor]) -> WatchedUse:
-        """The watch over a call that is about to run, in which these parameters, whose bytes are there, are ordinary ones."""
-        return WatchedUse(what, parameters, [parameter._version for parameter in parameters], {})
-
     def remember(self, parameters: Sequence[BoundParameter]) -> dict[str, Tensor]:
         """Copies of the elements of those parameters of which more is kept than they show, by name: 1-D, in slot order."""
         rewriting = self.rewriting

@@ -186,11 +186,11 @@ class GradientAccess:
         bound.tensor().grad = value
         # What a view of the old gradient shows is ordinary memory once that is let go.
         self._owner.drop_gradient(bound.name)
-        if value is None:
-            self.is_not_own(bound.name)
-        else:
+        if value is not None:
             self._access.undress(value)
             self.own.add(bound.name)
+        elif not self.stay:  # the next one goes to the owner again, if that keeps gradients
+            self.own.discard(bound.name)
 
     def show(self, records: Sequence[BoundParameter]) -> None:
         """Has `p.grad` of parameters that are ordinary ones for a while be what it is otherwise."""
@@ -219,11 +219,6 @@ class GradientAccess:
             shown = list(self.shown)
             self.hide(shown)
             self.show(shown)
-
-    def is_not_own(self, name: str) -> None:
-        """Notes that the user has let go of a parameter's own gradient: the next one goes to the owner again, if that keeps gradients."""
-        if not self.stay:
-            self.own.discard(name)
 
     def own_of(self, name: str) -> Tensor | None:
         """The gradient of a parameter that is the user's own, if there is one."""

@@ -73,13 +73,18 @@ def expect_ordinary_call(
             )
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value: in nested mappings, lists and tuples, or the value itself."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
+def leaves(value: Any) -> Iterator[Any]:
+    """Leaves of a value: what is in nested lists, tuples and mappings; or the value itself."""
+    if isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(item)
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors among the leaves of a value."""
+    return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 def _hides_parameters(value: Tensor, probe: nn.Parameter) -> bool:

@@ -17,10 +17,10 @@ from patrickstar.memory.device_failure import noticed_at
 from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.actions import Wait, Work
 from patrickstar.plan.pilot import Pilot
-from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.room import Room
 from patrickstar.torch_private import NotInference, Plain, backward_id, no_gradients
+from patrickstar.tracing.recorder import TraceRecorder
 
 
 class Executor:

@@ -18,7 +18,6 @@ from patrickstar.errors import BudgetError
 from patrickstar.parameters.blocks import Blocks
 from patrickstar.parameters.registered import Registered
 from patrickstar.plan.planner import Planner
-from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.stretch import Ask, Draft, Stretch, StretchKind
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.executor import Executor
@@ -29,6 +28,7 @@ from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.step_counts import StepCounts
 from patrickstar.step.whole import Whole
 from patrickstar.tracing.caches import cache_tensors
+from patrickstar.tracing.recorder import TraceRecorder
 from patrickstar.tracing.signature import asks_for_gradients, can_be_traced
 from patrickstar.units import format_bytes
 

@@ -30,19 +30,14 @@ from patrickstar.parameters.exchange import Travel
 from patrickstar.parameters.saved import WeightChangedError
 from patrickstar.parameters.transforms import tensors_in
 from patrickstar.plan.fit import minimum_bytes
+from patrickstar.plan.make import garbage_waits
 from patrickstar.plan.touches import Touches
-from patrickstar.torch_private import (
-    Plain,
-    Undispatched,
-    saves_on_cpu,
-    top_saved_tensors_hooks,
-)
+from patrickstar.torch_private import Plain, Undispatched, saves_on_cpu, top_saved_tensors_hooks
 from patrickstar.tracing.caches import CacheAt, cache_tensors
 from patrickstar.tracing.cast_inputs import cast_inputs
 from patrickstar.tracing.side_effects import (
     CopiedFunctions,
     HooklessTensors,
-    collected_at_once,
     drop_hooks,
     no_side_effects,
 )
@@ -148,7 +143,7 @@ class OfflineTracer:
             _log.info("the forecast leaves out draws at quantile %g: %s", quantile, problem)
             return None
 
-    @collected_at_once()
+    @garbage_waits(collects=True)  # Note [Side effects]
     def _run(
         self,
         model: nn.Module,

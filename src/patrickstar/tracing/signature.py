@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from patrickstar.parameters.transforms import leaves, tensors_in
 from patrickstar.torch_private import Plain, checks_for_nan
 from patrickstar.tracing.caches import CacheAt
 
@@ -69,15 +70,6 @@ def _key(value: Any, sizes: list[int]) -> Hashable:
     return type(value).__qualname__
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """Leaves of a value: what is in nested lists, tuples and mappings; or the value itself."""
-    if isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from leaves(item)
-    else:
-        yield value
-
-
 def can_be_traced(value: Any) -> bool:
     """Tells whether inputs hold nothing but tensors, containers and plain values: an unknown object could be changed by a trial run."""
     plain = Tensor | CacheAt | str | int | float | bool | None | torch.dtype | torch.device
@@ -86,4 +78,4 @@ def can_be_traced(value: Any) -> bool:
 
 def asks_for_gradients(value: Any) -> bool:
     """Tells whether a tensor of the inputs wants a gradient."""
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(value))
+    return any(tensor.requires_grad for tensor in tensors_in(value))

@@ -18,10 +18,10 @@ from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.call_order import CallOrder
 from patrickstar.parameters.exchange import Exchange, Nobody, Travel
 from patrickstar.parameters.owner import Owner
-from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.touches import Touches
 from patrickstar.torch_private import at_end_of_backward, backward_id, inside_backward_node
 from patrickstar.tracing.live_bytes import LiveBytes
+from patrickstar.tracing.recorder import TraceRecorder
 
 
 class CannotTrace(Exception):  # noqa: N818  (a reason, not an error: the step runs without a forecast)

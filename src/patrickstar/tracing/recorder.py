@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from patrickstar.core.planes import EXP_AVG, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
-
-
-class Meter(Protocol):
-    """A count of non-model bytes: those alive now, and their peak since it was last asked for."""
-
-    @property
-    def live(self) -> int: ...
-
-    def restart_peak(self) -> int: ...
+from patrickstar.tracing.live_bytes import LiveBytes
 
 
 class TraceRecorder:
     """Collects moments into a trace. `meter`: of non-model bytes; a moment's are those until the next moment."""
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: LiveBytes) -> None:
         self._meter = meter
         self._seen: list[tuple[Phase, str, tuple[Touch, ...], tuple[PlaneRef, ...]]] = []
         self._peaks: list[int] = []
