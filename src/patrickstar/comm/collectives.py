@@ -260,12 +260,10 @@ class Collectives:
             return
         ranks_of = {row: [rank for rank, theirs in enumerate(rows) if theirs == row] for row in dict.fromkeys(rows)}
         texts = {row: row[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace") for row in ranks_of}
-        said = some(
-            [f"{self._ranks.names(ranks_of[row])}: {text}" for row, text in texts.items()], most=8, separator="; "
-        )
+        said = [f"{self._ranks.names(ranks_of[row])}: {text}" for row, text in texts.items()]
         most = max(ranks_of, key=lambda row: len(ranks_of[row]))  # the first of those
         reason = (
-            f"ranks were about to do different things, and nothing was exchanged: {said}. All ranks call"
+            f"ranks were about to do different things, and nothing was exchanged: {some(said, most=8, separator='; ')}. All ranks call"
             " the same modules, in the same order, for as many batches"
         )
         odd = [rank for row, ranks in ranks_of.items() if row != most for rank in ranks]

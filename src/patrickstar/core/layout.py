@@ -145,9 +145,8 @@ class Layout:
         }
         object.__setattr__(self, "_labels", labels)
         parts = {name: tuple(_parts_of(self.tiles(name), self.chunk_numel)) for name in self.slices}
-        parts |= {
-            label: tuple(_parts_of([tile], self.chunk_numel, tile.tensor_start)) for label, (_, tile) in labels.items()
-        }
+        for label, (_, tile) in labels.items():
+            parts[label] = tuple(_parts_of([tile], self.chunk_numel, tile.tensor_start))
         object.__setattr__(self, "_parts", parts)
         object.__setattr__(self, "_run_of", tuple(run for run in self.runs for _ in range(run.length)))
         object.__setattr__(self, "has_frozen", any(group.frozen for group in self.groups))

@@ -178,10 +178,8 @@ class ChunkStore:
         except Exception as error:
             if issue.src is None:
                 raise
-            _, ref, tier = issue.work
-            this = (
-                f"{ref} on its way from the {issue.src.label} to the {tier.label}, issued at {self.works.during(issue)}"
-            )
+            (_, ref, tier), during = issue.work, self.works.during(issue)
+            this = f"{ref} on its way from the {issue.src.label} to the {tier.label}, issued at {during}"
             if isinstance(error, DeviceFailureError):
                 raise located(error, this) from error
             raise DeviceError(f"{error}\n  this was {this}") from error

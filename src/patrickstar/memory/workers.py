@@ -69,9 +69,8 @@ class Workers:
             if len(self._taken) == self._count or idle >= len(self._jobs):
                 return
             # As a daemon: a thread that waits for jobs keeps no program from its end.
-            thread = threading.Thread(
-                target=self._work, name=f"patrickstar {self._name}_{len(self._taken)}", daemon=True
-            )
+            name = f"patrickstar {self._name}_{len(self._taken)}"
+            thread = threading.Thread(target=self._work, name=name, daemon=True)
             self._taken[thread] = None
             try:
                 thread.start()

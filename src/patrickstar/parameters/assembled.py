@@ -70,9 +70,7 @@ class AssembledTensors:
         tensors: by key, of what is kept and was asked for.
     """
 
-    def __init__(
-        self, access: WeightAccess, assembled_class: type[Tensor], *, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, access: WeightAccess, assembled_class: type[Tensor], *, device: torch.device | None) -> None:
         self._device = device
         self._owner = access.owner
         self._leases = access.leases
@@ -196,9 +194,7 @@ class AssembledTensors:
         finally:
             with self._lock:
                 try:
-                    changed = [
-                        of for of, version in zip(records, versions, strict=True) if of.tensor()._version != version
-                    ]
+                    changed = [of for of, was in zip(records, versions, strict=True) if of.tensor()._version != was]
                     wholly = func.__name__ in _OVERWRITES and len(changed) == 1 and self._is_first(changed[0], first)
                     for key in dict.fromkeys(of.source.key for of in changed if not of.source.gone):
                         self._owner.assembled_changed(key, wholly=wholly)

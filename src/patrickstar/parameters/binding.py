@@ -134,7 +134,12 @@ class Binding:
         self.changes = Changes(self.access, self.assembled, self._owners_of, rewriting)
         self.gradients = GradientAccess(self.access, self.assembled, gradients, by_id, narrow=rewriting is not None)
         self.whole = WholeParameters(
-            self.access, self.gradients, self.changes, self._bound, parameter_class=self.parameter_class, device=device
+            access=self.access,
+            gradients=self.gradients,
+            changes=self.changes,
+            by_use=self._bound,
+            parameter_class=self.parameter_class,
+            device=device or torch.device("cpu"),
         )
         if whole:
             self.gradients.stay_put()
@@ -200,9 +205,8 @@ class Binding:
 
     def taken_bytes(self) -> int:
         """Bytes of the budget that the user has taken: gradients of the user's own, unless all are, and whole tensors put together."""
-        return (
-            (0 if self.is_whole else self.gradients.taken_bytes()) + self.leases.assembled_bytes() + self.kept_bytes()
-        )
+        own = 0 if self.is_whole else self.gradients.taken_bytes()
+        return own + self.leases.assembled_bytes() + self.kept_bytes()
 
     # one use
 

@@ -206,9 +206,8 @@ class Blocks:
         if nodes and backward_id() == -1:
             self._order.await_backward(block.path, first_node)
         for node in nodes:
-            node.register_prehook(
-                partial(_begins, weakref.WeakMethod(self._order.begin_backward), block.path, first_node)
-            )
+            begin = weakref.WeakMethod(self._order.begin_backward)
+            node.register_prehook(partial(_begins, begin, block.path, first_node))
         return result
 
     def _call(self, block: Block, module: nn.Module, run: Callable[[], _Result]) -> _Result:

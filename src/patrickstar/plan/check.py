@@ -102,9 +102,8 @@ def _use(histories: dict[PlaneRef, _History], moment: Moment, at: _At, pinned: s
         if tier is not compute:
             history.use(at, tier, by=moment.updates)
             if touch.writes and touch.ref in pinned:
-                history.wrong(
-                    at, 3, f"{touch.ref} is written on the {tier.label} while it is in use on the {compute.label}"
-                )
+                there, here = tier.label, compute.label
+                history.wrong(at, 3, f"{touch.ref} is written on the {there} while it is in use on the {here}")
         if touch.writes:
             history.write(at, tier)
 

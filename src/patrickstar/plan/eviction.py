@@ -61,9 +61,8 @@ class Uses:
         self._after: dict[PlaneRef, int] = {}
         for at, elsewhere, start in ((self._at, self._lost, n_moments + n_following), (used, lost, n_moments)):
             self._after.update((ref, start + own[0]) for ref, own in at.items())
-            self._after.update(
-                (ref, NEVER) for ref, own in elsewhere.items() if start + own[0] < self._after.get(ref, NEVER)
-            )
+            lost_first = [ref for ref, own in elsewhere.items() if start + own[0] < self._after.get(ref, NEVER)]
+            self._after.update(dict.fromkeys(lost_first, NEVER))
         self._before = {ref: own[-1] - n_moments - n_following for ref, own in self._at.items()}
         self._before.update((ref, own[-1] - n_following) for ref, own in used.items())
 

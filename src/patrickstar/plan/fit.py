@@ -70,10 +70,8 @@ def worst_moment(
 def beyond(trace: Trace, budget_bytes: int, *, start: Residency) -> list[Moment]:
     """The moments of a step, which comes after others, that need more than a budget."""
     counts = slots_needed(trace, start=start, has_contents=_once_trained)
-    needs = (
-        slots * start.slot_bytes + moment.nonmodel_bytes for moment, slots in zip(trace.moments, counts, strict=True)
-    )
-    return [moment for moment, need in zip(trace.moments, needs, strict=True) if need > budget_bytes]
+    pairs = zip(trace.moments, counts, strict=True)
+    return [one for one, slots in pairs if slots * start.slot_bytes + one.nonmodel_bytes > budget_bytes]
 
 
 def within(trace: Trace, budget_bytes: int, *, start: Residency) -> Trace:

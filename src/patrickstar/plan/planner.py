@@ -196,10 +196,8 @@ def allow_excess(planner: Planner, draft: Draft) -> Draft:
     trace = draft.trace
 
     def make() -> Trace:
-        seen = (max(moment.nonmodel_bytes, min(level, moment.nonmodel_bytes + excess)) for moment in trace.moments)
-        return Trace(
-            tuple(replace(moment, nonmodel_bytes=own) for moment, own in zip(trace.moments, seen, strict=True))
-        )
+        seen = [max(one.nonmodel_bytes, min(level, one.nonmodel_bytes + excess)) for one in trace.moments]
+        return Trace(tuple(map(lambda one, nbytes: replace(one, nonmodel_bytes=nbytes), trace.moments, seen)))
 
     raised = planner.once(("excess", id(trace), level, excess), make, trace)
     return replace(draft, trace=raised, foreseen=raised)

@@ -145,8 +145,7 @@ def step_trace(
         label = next((piece.name for piece in layout.tensors_in(chunk) if piece.name in wanted), None)
         if label is None or not formats.is_trained(chunk, layout):
             continue
-        gradient = [Touch(PlaneRef(chunk, GRAD))] if in_plane else []
-        touches = update_touches(chunk, layout, formats, *gradient)
+        touches = update_touches(chunk, layout, formats, *([Touch(PlaneRef(chunk, GRAD))] if in_plane else []))
         moments.append(Moment(Phase.STEP, label, touches, nonmodel_bytes=scratch_bytes, updates=chunk))
     return Trace(tuple(moments))
 

@@ -123,9 +123,7 @@ class KnownForwards:
     def learn(self, known: KnownForward, stretch: Stretch, recorded: Trace, *, state: Residency) -> None:
         """Learns from a step that was recorded, where it has come to its end."""
         recorded = with_retention(recorded, self.budgets)
-        whole = (
-            any(moment.phase is Phase.BACKWARD for moment in recorded.moments) or stretch.kind is StretchKind.EVALUATION
-        )
+        whole = stretch.kind is StretchKind.EVALUATION or any(one.phase is Phase.BACKWARD for one in recorded.moments)
         if not recorded.moments or not whole:
             known.expected.measure_next = False
             return

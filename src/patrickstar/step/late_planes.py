@@ -26,6 +26,7 @@ from patrickstar.step.executor import Executor
 _WIDE = 4  # bytes of an element in fp32
 _Homes = dict[PlaneRef, Tier]
 _Slots = Mapping[PlaneRef, int]
+_Grow = Callable[[Formats], Formats]
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,9 +162,7 @@ class LatePlanes:
             self._reform(home, slots, keep=keep, grow=partial(Formats.widen, chunk=ref.chunk))
         self.changed("gradients of several backwards add up in fp32 from now on")
 
-    def _reform(
-        self, homes: _Homes, slots: _Slots, *, keep: PlaneRef | None, grow: Callable[[Formats], Formats]
-    ) -> None:
+    def _reform(self, homes: _Homes, slots: _Slots, *, keep: PlaneRef | None, grow: _Grow) -> None:
         """Takes units in, or in another size. `keep`: the unit whose contents stay, in its new type. `grow`: gives the formats with these units."""
         executor, state = self.executor, self.executor.store.state
         with executor.apart():

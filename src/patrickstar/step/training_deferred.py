@@ -107,9 +107,7 @@ class DeferredTraining(Training):
 
     def _take_norm(self, flags: Sequence[OverflowFlag]) -> Tensor:
         """The global norm of all gradients: 0-dim, fp32. `flags`: are read with it, so that the host waits for a device once."""
-        counted = list(
-            self.layout.slices if self.mesh is None else filter(self.mesh.counted.__contains__, self.layout.slices)
-        )
+        counted = [name for name in self.layout.slices if self.mesh is None or name in self.mesh.counted]
         own = {name: gradient for name, gradient in self.binding.gradients.owned() if name in counted}
         chunked = [name for name in counted if name in self.in_chunks.names]
         stay, trace = self.binding.gradients.stay, Trace(())
@@ -221,9 +219,8 @@ class DeferredTraining(Training):
     def _step_whole(self, hypers: Mapping[str, Hyper]) -> None:
         """Updates every parameter that has a gradient and is in a group, at once."""
         began = time.perf_counter()
-        names = [
-            name for name, bound in self.binding.by_name.items() if name in hypers and bound.tensor().grad is not None
-        ]
+        by_name = self.binding.by_name
+        names = [name for name, bound in by_name.items() if name in hypers and bound.tensor().grad is not None]
         self.updates.update_at_once(names, hypers)
         self.updates.seconds = time.perf_counter() - began
         stretch = self.executor.pilot.stretch

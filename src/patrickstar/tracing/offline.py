@@ -286,9 +286,8 @@ def _twin_of(
             for name, parameter in named.items()
         }
         memo: dict[int, Any] = {id(named[name]): twin for name, twin in twins.items()}
-        memo.update(
-            (id(buffer), torch.empty_like(buffer, device=fakes.device)) for buffer in model.buffers() if buffer.is_meta
-        )
+        without = (buffer for buffer in model.buffers() if buffer.is_meta)
+        memo.update((id(buffer), torch.empty_like(buffer, device=fakes.device)) for buffer in without)
         # What a module keeps of an earlier forward (the old weight norm its product, a recurrence its state) cannot be copied with its history.
         kept = (tensor for module in model.modules() for tensor in tensors_in(vars(module)))
         with Plain():
