@@ -115,7 +115,7 @@ FORECASTS: tuple[Mutant, ...] = (
     Fault("a-step-that-has-run-is-refused", "step.forwards:KnownForwards._as_it_ran").by(
         returns("recorded", nth=2), NAMED
     ),
-    Fault("a-loss-is-foreseen-as-one-number", "tracing.missing:result_of").by(
+    Fault("a-loss-is-foreseen-as-one-number", "tracing.trial_operations:result_of").by(
         never("ndim"),
         "tests/session/test_forecasts.py::test_a_loss_is_foreseen_with_the_memory_that_it_keeps[mse_loss]",
     ),

@@ -45,7 +45,7 @@ STREAMS: tuple[Mutant, ...] = (
     Fault("a-share-has-been-used-by-its-own-stream-only", "parameters.exchange:_shares").by(
         drop("record_stream"), *RANKS
     ),
-    Fault("gradients-of-other-streams-are-not-waited-for", "parameters.backward_sums:BackwardSums.take").by(
+    Fault("gradients-of-other-streams-are-not-waited-for", "parameters.exchange:BackwardSums.take").by(
         drop("use"), *RANKS
     ),
     Fault("a-kernel-does-not-wait-for-its-weight", "memory.readiness:Readiness.compute").by(

@@ -277,11 +277,7 @@ class Collectives:
         return [theirs.numpy().tobytes() for theirs in rows]
 
     def _finish(self, *works: dist.Work) -> None:
-        """Returns when works of torch have ended.
-
-        Raises:
-            RankError: they will not, or have not ended well; or it takes too long.
-        """
+        """Returns when works of torch have ended. RankError: they will not, or have not ended well; or it takes too long."""
         number = self._watch.position.number
         patience, pause = Patience(self._timeout_s), _SHORTEST_PAUSE_S
         try:

@@ -98,11 +98,7 @@ class ShardLayout(Layout):
 
 
 def shard_of(layout: Layout, rank: int, size: int) -> ShardLayout:
-    """The layout of what one of so many ranks keeps.
-
-    Raises:
-        LayoutError: there is no such rank, chunks cannot be cut evenly, or tensors are in tiles.
-    """
+    """The layout of what one of so many ranks keeps. LayoutError: there is no such rank, chunks cannot be cut evenly, or tensors are in tiles."""
     if not 0 <= rank < size:
         raise LayoutError(f"rank {rank} of {size}")
     if layout.chunk_numel % size:

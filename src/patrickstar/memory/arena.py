@@ -199,7 +199,6 @@ class Arena:
         self._space.close(kept)
 
     def _place(self, first: int, n: int) -> tuple[int, int]:
-        """Offset and bytes of `n` slots."""
         if first < 0 or n < 1 or first + n > self.virtual_slots:
             raise IndexError(f"slots {first} to {first + n - 1} of an arena of {self.virtual_slots}")
         return first * self.slot_bytes, n * self.slot_bytes

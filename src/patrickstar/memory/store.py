@@ -164,7 +164,6 @@ class ChunkStore:
             residency.apply(self.state, issue)
 
     def _note(self, over: Sequence[Issue]) -> None:
-        """Notes that works have been waited for."""
         with InterruptionsPutOff():
             residency.finish(self.state, over)
             for issue in over:

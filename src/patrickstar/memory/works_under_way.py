@@ -104,7 +104,6 @@ class WorksUnderWay:
             self._note_places(issue, ticket)
 
     def _note_places(self, issue: Issue, ticket: Ticket) -> None:
-        """Notes what a work reads and writes, for what comes after it on a device."""
         kind, _, tier = issue.work
         for place in reads(issue, self._state.home):
             self._readiness.read(place[:2], ticket)

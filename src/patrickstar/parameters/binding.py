@@ -371,7 +371,6 @@ class Binding:
             self.access.leave(found.parameters)
 
     def _owners_of(self, value: Any) -> list[BoundParameter]:
-        """The parameters whose bytes these tensors are."""
         found = self._found(value)
         places = [self.access.find(alias) for alias in found.aliases]
         owners = [self._bound[id(place[2])] for place in places if place is not None]

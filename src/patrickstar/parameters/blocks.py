@@ -245,7 +245,6 @@ class Blocks:
                     self._leave(block)
 
     def _expect_same(self, block: Block, memory: Sequence[int]) -> None:
-        """Raises NotInBlocksError where a parameter has other memory than before."""
         for bound, before in zip(block.records, memory, strict=True):
             if bound.tensor().untyped_storage()._cdata != before:
                 raise NotInBlocksError(

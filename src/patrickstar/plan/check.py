@@ -72,7 +72,6 @@ def check(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> list[st
 
 
 def _tell(histories: dict[PlaneRef, _History], plan: Plan, trace: Trace, found: _Found) -> None:
-    """Tells each unit what is done with it."""
     compute, freed_after = plan.start.compute, plan.freed_after()
     updates = _Updates(histories, compute, found)
     for index, (moment, actions) in enumerate(zip(trace.moments, plan.moments, strict=False)):
@@ -94,7 +93,6 @@ def _tell(histories: dict[PlaneRef, _History], plan: Plan, trace: Trace, found: 
 
 
 def _use(histories: dict[PlaneRef, _History], moment: Moment, at: _At, pinned: set[PlaneRef], compute: Tier) -> None:
-    """Tells units that a moment uses them."""
     for ref in sorted(pinned):
         histories[ref].use(at, compute, by=moment.updates)
     for touch in moment.touches:

@@ -123,7 +123,6 @@ class _Overlap:
         return [self._together(index, own) for index, own in enumerate(kept)]
 
     def _by_unit(self, actions: Iterable[Action]) -> dict[PlaneRef, list[Action]]:
-        """Actions of a moment by unit, but for drops from other tiers."""
         found: dict[PlaneRef, list[Action]] = {}
         for action in actions:
             if not isinstance(action, Drop) or action.tier is self._upper:

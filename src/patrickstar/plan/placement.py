@@ -69,7 +69,6 @@ def place_on_all_tiers(
 
 
 def _sizes(layout: Layout, planes: Iterable[str], formats: Formats) -> dict[PlaneRef, int]:
-    """Bytes of every unit of these planes."""
     slot_bytes = bytes_of_slot(layout, formats)
     return {ref: slots_of(ref, layout, formats) * slot_bytes for ref in formats.units(layout, planes)}
 

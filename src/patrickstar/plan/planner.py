@@ -85,11 +85,7 @@ class Planner:
     _used_below: frozenset[PlaneRef] = field(default=frozenset(), init=False)  # by the updates of the last step
 
     def plan(self, ask: Ask) -> Draft:
-        """The plan of a stretch, by all passes in turn.
-
-        Raises:
-            BudgetError: some moment does not fit.
-        """
+        """The plan of a stretch, by all passes in turn. BudgetError: some moment does not fit."""
         draft = Draft(ask, ask.trace, ask.trace)
         for make_better in PASSES:
             draft = make_better(self, draft)

@@ -68,7 +68,6 @@ def own_moments(woven: Trace) -> list[int]:
 
 
 def _first_uses(trace: Trace) -> dict[PlaneRef, int]:
-    """The first moment that needs an update of each unit to be over."""
     found: dict[PlaneRef, int] = {}
     for index, moment in enumerate(trace.moments):
         for touch in moment.touches:

@@ -16,10 +16,10 @@ from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.memory.store import ChunkStore
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.user_optimizer import read_groups
-from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.blocks import Blocks
-from patrickstar.parameters.escapes import EscapedMemory
+from patrickstar.parameters.changes import EscapedMemory
+from patrickstar.parameters.exchange import BackwardSums
 from patrickstar.parameters.registered import Registered
 from patrickstar.plan.fit import of_machine
 from patrickstar.plan.pilot import Pilot

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from patrickstar.deferred.deferred_init import deferred_by, is_building
 from patrickstar.deferred.operations import is_dense
 from patrickstar.errors import ConfigError, LayoutError, StateError
+from patrickstar.parameters.transforms import expect_unwrapped
 from patrickstar.parameters.whole_parameters import manager_of
-from patrickstar.parameters.wrappers import expect_unwrapped
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 

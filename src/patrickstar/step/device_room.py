@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
+from functools import cache
 from typing import ClassVar
 
 import torch
 
 from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.errors import BudgetError
-from patrickstar.memory.shortages import tell_when_out_of_memory
 from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.pilot import Pilot
 from patrickstar.plan.stretch import Stretch, StretchKind
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.known_forwards import KnownForward
 from patrickstar.step.room import EmulatedRoom
-from patrickstar.torch_private import allocated_bytes
+from patrickstar.torch_private import allocated_bytes, attach_out_of_memory_observer
 from patrickstar.units import format_bytes
 
 _log = logging.getLogger("patrickstar")
@@ -148,3 +149,25 @@ class DeviceRoom(EmulatedRoom):
             needed_bytes=needed,
             available_bytes=slots + allocated + free_bytes,
         )
+
+
+Listener = Callable[[int, int, int], None]
+"""Is told that a device has no memory for so many bytes, how many are free, and of how many, in the thread that asks. It may raise there."""
+
+
+def tell_when_out_of_memory(device: torch.device, listener: Listener) -> None:
+    """Tells a listener, for as long as it lives, of tensors that a device has no memory for."""
+    _listeners().setdefault(device.index or 0, weakref.WeakSet()).add(listener)
+
+
+@cache
+def _listeners() -> dict[int, weakref.WeakSet[Listener]]:
+    """Listeners by number of the device. torch takes observers and never lets go of one: one of ours is in a process, from the first session on."""
+    found: dict[int, weakref.WeakSet[Listener]] = {}
+
+    def tell(device: int, asked_bytes: int, total_bytes: int, free_bytes: int) -> None:
+        for listener in list(found.get(device, ())):
+            listener(asked_bytes, free_bytes, total_bytes)
+
+    attach_out_of_memory_observer(tell)
+    return found

@@ -25,7 +25,7 @@ from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.room import Room
 from patrickstar.step.whole import Whole
 from patrickstar.tracing.caches import bounded, refused
-from patrickstar.tracing.signature import Signature, can_be_traced, signature
+from patrickstar.tracing.inputs import Signature, can_be_traced, signature
 from patrickstar.tracing.twin import CannotTrace
 from patrickstar.units import format_bytes
 
@@ -92,7 +92,6 @@ class KnownForwards:
         return known
 
     def _foresee(self, known: KnownForward, *inputs: Any) -> None:
-        """Makes the forecast of a kind that is new."""
         try:
             foreseen, known.blocks = self.fitting.foresee(*inputs, in_blocks=bool(self.whole.why))
         except CannotTrace as problem:

@@ -247,7 +247,6 @@ class OptimizerStep(Doer):
         return weight, units.get(PlaneRef(chunk, REST)), *averages
 
     def _update(self, planes: _Planes, span: slice, gradient: Tensor, alike: _Alike) -> None:
-        """Updates these elements from their gradient, which stays as it is, scaled by the factors first."""
         (weight, rest, exp_avg, exp_avg_sq), (step, hyper, factors) = planes, alike
         self.passes[weight.device.type].update(
             weight[span],

@@ -355,7 +355,6 @@ class EmulatedRoom(Room):
         self._expect_room(self._store.state.slots_used[self._compute])
 
     def _expect_room(self, slots: int) -> None:
-        """Raises BudgetError where live bytes and so many slots would exceed the budget."""
         over = self._over_bytes(slots)
         if not over or self.meter is None:
             return

@@ -16,9 +16,9 @@ from torch import Tensor
 from patrickstar.core.layout import Layout
 from patrickstar.errors import StateError
 from patrickstar.optim.hyper import Hyper
-from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.exchange import BackwardSums
 from patrickstar.plan.touches import Touches
 from patrickstar.step.executor import Executor
 from patrickstar.step.gathering import Gathering
@@ -182,7 +182,6 @@ class Training(ABC):
             self._end()
 
     def _half_done(self) -> str:
-        """The reason why an update is half done; empty where none is."""
         what = "an exception ended an optimizer step after part of the parameters had been updated"
         return what if self.updates.is_half_done else ""
 

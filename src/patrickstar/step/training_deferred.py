@@ -217,7 +217,6 @@ class DeferredTraining(Training):
             self.executor.settle()  # nobody is asked before a view that a block has given away is read
 
     def _step_whole(self, hypers: Mapping[str, Hyper]) -> None:
-        """Updates every parameter that has a gradient and is in a group, at once."""
         began = time.perf_counter()
         by_name = self.binding.by_name
         names = [name for name, bound in by_name.items() if name in hypers and bound.tensor().grad is not None]

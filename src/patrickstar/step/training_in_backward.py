@@ -15,7 +15,7 @@ from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.errors import StateError, some
 from patrickstar.optim.hyper import Hyper
 from patrickstar.parameters.bound import BoundParameter
-from patrickstar.parameters.escapes import EscapedMemory
+from patrickstar.parameters.changes import EscapedMemory
 from patrickstar.plan.stretch import Stretch
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.training import Training

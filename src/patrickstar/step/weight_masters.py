@@ -145,5 +145,4 @@ class Masters:
 
 
 def _piece(flat: Tensor, part: Part) -> Tensor:
-    """The elements of a part, out of those of its parameter or tile."""
     return flat[part.tensor_start : part.tensor_start + part.stop - part.start]

@@ -1,6 +1,6 @@
 """Counts the bytes of tensors that are no chunk, operation by operation.
 
-Each operation shows what it returns (`seen_operations.py`; in a trial run, `missing.py`). A storage that has not been seen is new: it counts
+Each operation shows what it returns (`seen_operations.py`; in a trial run, `trial_operations.py`). A storage that has not been seen is new: it counts
 from then until it dies. Views and in-place results are no new storage, and neither is anything over a slot. Works on fake tensors as on real
 ones. It does not see what a kernel allocates and frees inside, nor what an allocator keeps; that a tensor takes a block of one it counts.
 """

@@ -117,7 +117,6 @@ class KnownValues:
             return content.of(tensor).item()
 
     def _draw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Gives what has been drawn its values."""
         number = self._drawn_number(func.overloadpacket, _by_name(func, args, kwargs), result)
         if number is None or not self._fill(result, number, drawn=True):
             self._forget_written(func, args, kwargs)
@@ -231,12 +230,10 @@ def _with(values: dict[int, Tensor], operands: Iterable[Any]) -> list[Any]:
 
 
 def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """An operation's operands, those that were given."""
     return {**{argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}, **kwargs}
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The operands that an operation writes to."""
     if not func._schema.is_mutable:
         return
     operands = _by_name(func, args, kwargs)

@@ -1,4 +1,4 @@
-"""Signatures tell one kind of forward from another: two forwards of one signature are expected to do the same, moment by moment."""
+"""Inputs of a forward: what kind of forward they make, and the type they are given in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from patrickstar.tracing.caches import CacheAt
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """A kind of forward.
+    """A kind of forward: two of one signature are expected to do the same, moment by moment.
 
     `kind`: all but the sizes of tensors; `sizes`: those, of all dimensions of all tensors, in order.
     """
@@ -78,3 +78,27 @@ def can_be_traced(value: Any) -> bool:
 def asks_for_gradients(value: Any) -> bool:
     """Tells whether a tensor of the inputs wants a gradient."""
     return any(tensor.requires_grad for tensor in tensors_in(value))
+
+
+def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
+    """Inputs with floating tensors in this type, in nested containers too; what needs no cast is the very same object.
+
+    The copies are activations as any others: they are made, and counted, inside of the stretch.
+    """
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() and not _stays(value, dtype) else value
+    if type(value) is dict:
+        items = {name: cast_inputs(item, dtype) for name, item in value.items()}
+        return items if any(items[name] is not value[name] for name in value) else value
+    if isinstance(value, list | tuple):
+        cast = [cast_inputs(item, dtype) for item in value]
+        if all(new is old for new, old in zip(cast, value, strict=True)):
+            return value
+        return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)
+    return value
+
+
+def _stays(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Tells whether a floating input is of the type, or has 16 bits under autocast that fp32 would undo: each operation chooses a type there."""
+    widens = dtype is torch.float32 and tensor.dtype in (torch.bfloat16, torch.float16)
+    return tensor.dtype is dtype or (widens and torch.is_autocast_enabled(tensor.device.type))
