@@ -28,8 +28,8 @@ from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.whole import Whole
 from patrickstar.tracing.caches import cache_tensors
-from patrickstar.tracing.recorder import TraceRecorder
 from patrickstar.tracing.inputs import asks_for_gradients, can_be_traced
+from patrickstar.tracing.recorder import TraceRecorder
 from patrickstar.units import format_bytes
 
 _log = logging.getLogger("patrickstar")
