@@ -52,7 +52,7 @@ BLOCKS: tuple[Mutant, ...] = (
     Fault("a-saved-output-holds-itself", "parameters.saved:SavedTensors.around_use").by(
         never("grad_fn"), f"{FILE}::test_a_graph_that_is_let_go_of_is_freed"
     ),
-    Fault("blocks-that-do-not-fit-are-bound-all-the-same", "step.fitting_blocks:FittingBlocks._smaller").by(
+    Fault("blocks-that-do-not-fit-are-bound-all-the-same", "step.forwards:FittingBlocks._smaller").by(
         replace("beyond(...)", "[]"),
         f"{FILE}::test_blocks_that_do_not_fit_are_bound_by_what_is_inside_of_them",
     ),

@@ -26,7 +26,7 @@ OUTSIDE: tuple[Mutant, ...] = (
         drop("if len(self._handler_and_came) > 1: ..."),
         "tests/memory/test_interruptions.py::test_what_has_begun_ends_and_whoever_asked_is_told_then",
     ),
-    Fault("a-work-is-taken-before-its-owner-is-noted", "memory.workers:Workers._next").by(
+    Fault("a-work-is-taken-before-its-owner-is-noted", "memory.thread_lane:Workers._next").by(
         drop("_taken", nth=2), "tests/memory/test_lanes.py::test_a_thread_that_ends_between_two_works_loses_none"
     ),
     Fault("what-ends-a-thread-interrupts-whoever-waits", "memory.thread_lane:_do").by(
@@ -99,7 +99,7 @@ OUTSIDE: tuple[Mutant, ...] = (
         ),
         f"{BOUND}::test_near_the_bound_the_allocator_is_asked_before_the_process_grows_by_much",
     ),
-    Fault("nothing-is-alive-as-a-moment-begins", "tracing.recorder:TraceRecorder.trace").by(
+    Fault("nothing-is-alive-as-a-moment-begins", "tracing.live_bytes:TraceRecorder.trace").by(
         assign("live_bytes", "0"),
         "tests/session/test_simulation.py::test_every_model_is_executed_as_simulated_and_as_foreseen[gpt2-fp32]",
     ),

@@ -31,8 +31,7 @@ from patrickstar.step.assembling import Assembling
 from patrickstar.step.device_room import DeviceRoom
 from patrickstar.step.events import Events
 from patrickstar.step.executor import Executor
-from patrickstar.step.fitting_blocks import FittingBlocks
-from patrickstar.step.forwards import KnownForwards
+from patrickstar.step.forwards import FittingBlocks, KnownForwards
 from patrickstar.step.gathering import Gathering
 from patrickstar.step.gradients import Gradients
 from patrickstar.step.late_planes import LatePlanes

@@ -29,7 +29,7 @@ from patrickstar.session.paper_run import PaperRun
 from patrickstar.session.smallest import smallest_budgets
 from patrickstar.session.start import Setup, add_gradients, resting_state, set_up
 from patrickstar.step.budgets import Budgets, find_resources, leaves_room
-from patrickstar.step.fitting_blocks import FittingBlocks
+from patrickstar.step.forwards import FittingBlocks
 from patrickstar.step.resources import Resources
 from patrickstar.step.room import EARLY_BYTES
 from patrickstar.tracing.offline import Foreseen

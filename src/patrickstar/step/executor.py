@@ -20,7 +20,7 @@ from patrickstar.plan.pilot import Pilot
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.room import Room
 from patrickstar.torch_private import NotInference, Plain, backward_id, no_gradients
-from patrickstar.tracing.recorder import TraceRecorder
+from patrickstar.tracing.live_bytes import TraceRecorder
 
 
 class Executor:

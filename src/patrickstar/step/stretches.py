@@ -29,7 +29,7 @@ from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.whole import Whole
 from patrickstar.tracing.caches import cache_tensors
 from patrickstar.tracing.inputs import asks_for_gradients, can_be_traced
-from patrickstar.tracing.recorder import TraceRecorder
+from patrickstar.tracing.live_bytes import TraceRecorder
 from patrickstar.units import format_bytes
 
 _log = logging.getLogger("patrickstar")

@@ -19,8 +19,7 @@ from patrickstar.parameters.exchange import BackwardSums, Exchange, Nobody, Trav
 from patrickstar.parameters.owner import Owner
 from patrickstar.plan.touches import Touches
 from patrickstar.torch_private import at_end_of_backward, backward_id, inside_backward_node
-from patrickstar.tracing.live_bytes import LiveBytes
-from patrickstar.tracing.recorder import TraceRecorder
+from patrickstar.tracing.live_bytes import LiveBytes, TraceRecorder
 
 
 class CannotTrace(Exception):  # noqa: N818  (a reason, not an error: the step runs without a forecast)
