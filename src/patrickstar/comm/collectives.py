@@ -106,23 +106,17 @@ class Collectives:
         return self._carry("exchange", what, own, lambda: self._transport.exchange(out, parts))
 
     def reduce(
-        self,
-        out: torch.Tensor,
-        partial: torch.Tensor,
-        received: torch.Tensor,
-        what: str,
-        *,
-        flags: bytearray | None = None,
+        self, out: torch.Tensor, partial: torch.Tensor, into: torch.Tensor, what: str, *, flags: bytearray | None = None
     ) -> Ticket:
         """Has `out` [n], in fp32, be f(1/n) * (((g0 + g1) + g2) + ...), of the pieces of all ranks' `partial` [p * n] that are this rank's.
 
         Args:
-            received: to receive into: as `partial`, whose type travels. flags: each byte becomes the bitwise or of those of all ranks.
+            into: to receive into: as `partial`, whose type travels. flags: each byte becomes the bitwise or of those of all ranks.
         """
         size = self._ranks.size
         assert out.dtype is torch.float32
-        assert partial.numel() == received.numel() == size * out.numel()
-        assert partial.dtype is received.dtype
+        assert partial.numel() == into.numel() == size * out.numel()
+        assert partial.dtype is into.dtype
 
         def act() -> None:
             works = []
@@ -130,8 +124,8 @@ class Collectives:
                 mine = torch.frombuffer(flags, dtype=torch.uint8)
                 of_all = mine.new_empty(size, len(flags))
                 works.append(all_gather(self._ranks.group, as_bytes(of_all), mine))
-            self._transport.exchange(received, partial, works)
-            sum_in_rank_order(out, received.view(size, -1), averaged=self._ranks.averaged)
+            self._transport.exchange(into, partial, works)
+            sum_in_rank_order(out, into.view(size, -1), averaged=self._ranks.averaged)
             if flags is not None:
                 for theirs in of_all:
                     mine.bitwise_or_(theirs)

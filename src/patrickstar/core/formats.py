@@ -126,8 +126,5 @@ def fp16_formats(*, is_split: bool, gradient: str = "float16") -> Formats:
     """
     narrow = PlaneFormat("float16", 2)
     kept = {WEIGHT: narrow, REST: PlaneFormat("int32", 4)} if is_split else {WEIGHT: _FP32}
-    return Formats(
-        planes={**_fp32_planes(), **kept, GRAD: narrow if gradient == "float16" else _FP32},
-        whole=_fp32_planes(),
-        frozen=narrow,
-    )
+    planes = {**_fp32_planes(), **kept, GRAD: narrow if gradient == "float16" else _FP32}
+    return Formats(planes=planes, whole=_fp32_planes(), frozen=narrow)

@@ -195,7 +195,8 @@ class AssembledTensors:
             with self._lock:
                 try:
                     changed = [of for of, was in zip(records, versions, strict=True) if of.tensor()._version != was]
-                    wholly = func.__name__ in _OVERWRITES and len(changed) == 1 and self._is_first(changed[0], first)
+                    head = first[0] if isinstance(first, list | tuple) and first else first
+                    wholly = func.__name__ in _OVERWRITES and len(changed) == 1 and self.of(head) is changed[0]
                     for key in dict.fromkeys(of.source.key for of in changed if not of.source.gone):
                         self._owner.assembled_changed(key, wholly=wholly)
                 finally:
@@ -203,11 +204,6 @@ class AssembledTensors:
                         of.depth -= 1
                         if not of.depth:
                             of.tensor().data = of.source.standin
-
-    def _is_first(self, of: AssembledRecord, first: object) -> bool:
-        if isinstance(first, list | tuple):
-            first = first[0]
-        return self.of(first) is of
 
     def expect_room(self, records: Sequence[AssembledRecord]) -> None:
         """Raises BudgetError where there is no room for one of these tensors, alone: before the first of many is changed."""

@@ -251,14 +251,9 @@ class Exchange:
         return waited
 
     def _reduce(
-        self,
-        chunks: Iterable[int],
-        names: Collection[str],
-        gradients: dict[str, Tensor],
-        *,
-        flags: bytearray | None = None,
+        self, chunks: Iterable[int], names: Collection[str], came: dict[str, Tensor], *, flags: bytearray | None = None
     ) -> Iterator[Sent]:
-        """Sends those of the chunks that have these parameters. Gradients that are sent are let go of. `flags`: go with the first."""
+        """Sends those of the chunks that have these parameters. Gradients that have come and are sent are let go of. `flags`: go with the first."""
         wanted, numel = set(names), self.layout.whole.chunk_numel
         received: Tensor | None = None
         for chunk in chunks:
@@ -268,11 +263,11 @@ class Exchange:
             is_wide = self.has_waited or self.layout.is_whole(chunk)
             mine = self._empty(pieces[0].name, numel, torch.float32 if is_wide else self._travel.sent).zero_()
             for name, start, stop, at in pieces:
-                if name in gradients:
-                    flat = self.binding.by_name[name].flat(gradients[name])
+                if name in came:
+                    flat = self.binding.by_name[name].flat(came[name])
                     mine[start:stop].copy_(flat[at : at + stop - start])
                     if at + stop - start == flat.numel():
-                        del gradients[name]
+                        del came[name]
                     del flat
             if received is None or received.dtype is not mine.dtype:  # one after the other
                 received = torch.empty_like(mine)

@@ -172,7 +172,7 @@ class _History:
 
     def __init__(self, ref: PlaneRef, start: Snapshot, found: _Found) -> None:
         self._ref = ref
-        self._found = found
+        self.wrong = found.add
         self._home = start.home[ref]
         self._slots = start.slots[ref]
         self._compute = start.compute
@@ -189,9 +189,6 @@ class _History:
         self.changes = [(_START, tier, self._slots) for tier in self._room]
         if self._home is not self._compute:
             self.changes.append((_START, self._home, self._slots))
-
-    def wrong(self, at: _At, number: int, text: str) -> None:
-        self._found.add(at, number, text)
 
     def _is_last(self, tier: Tier) -> bool:
         return self._writer is not None and self._bytes.get(tier) == self._writer

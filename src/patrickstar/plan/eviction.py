@@ -35,6 +35,10 @@ class Uses:
     """Times at which units are touched: in a trace, and in the one that follows it, over and over.
 
     Moments of the trace count from 0. Those before it are negative, those after its end go on from its length.
+
+    Args:
+        following: what comes after the trace, and then the trace again; None: the trace itself. goes_down: what is used on the tier below after it.
+        stays: what was on the tier that computes at the beginning, where it is to be there at the end.
     """
 
     def __init__(
@@ -45,13 +49,6 @@ class Uses:
         goes_down: Collection[PlaneRef] = frozenset(),
         stays: Collection[PlaneRef] = frozenset(),
     ) -> None:
-        """Reads both traces.
-
-        Args:
-            following: what comes after the trace, and then the trace again; None: the trace itself.
-            goes_down: what is used on the tier below after the trace.
-            stays: what was on the tier that computes at the beginning, where it is to be there at the end.
-        """
         self._goes_down = goes_down
         self.stays = stays
         self._at, self._lost = _read(trace)
@@ -81,6 +78,12 @@ class Uses:
         used = _next(self._at.get(ref), now)
         return used == NEVER if ref in self._goes_down else used == self.after(ref, now) == NEVER
 
+    def by_next_use(self, ref: PlaneRef, now: int) -> int:
+        """The worth of a unit by the `next-use` policy."""
+        if self.is_leaving(ref, now):
+            return now - NEVER
+        return -self.after(ref, now) + (NEVER if ref in self.stays else 0)
+
     def until(self, ref: PlaneRef, now: int) -> int:
         """The last moment up to `now` that touches the unit, or `-NEVER`."""
         at = self._at.get(ref)
@@ -105,19 +108,8 @@ def _read(trace: Trace) -> tuple[dict[PlaneRef, list[int]], dict[PlaneRef, list[
     return used, lost
 
 
-def worth_by_next_use(uses: Uses) -> Worth:
-    """The `next-use` policy."""
-
-    def worth(ref: PlaneRef, now: int) -> int:
-        if uses.is_leaving(ref, now):
-            return now - NEVER
-        return -uses.after(ref, now) + (NEVER if ref in uses.stays else 0)
-
-    return worth
-
-
 POLICIES: Final[Mapping[str, Callable[[Uses], Worth]]] = MappingProxyType(
-    {"next-use": worth_by_next_use, "lru": lambda uses: uses.until}
+    {"next-use": lambda uses: uses.by_next_use, "lru": lambda uses: uses.until}
 )
 
 

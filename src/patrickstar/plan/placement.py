@@ -133,14 +133,8 @@ def _place_below(machine: Machine, new: Mapping[PlaneRef, int], *, state: Reside
     def with_staging(nbytes: int) -> dict[PlaneRef, Tier]:
         spilled = set(new)
         if machine.compute is Tier.DEVICE:
-            spilled = _spill(
-                new,
-                host_bytes=machine.budget[Tier.HOST],
-                disk=disk_bytes > 0,
-                held=sum(resting[Tier.HOST]),
-                staging=nbytes,
-                why=why,
-            )
+            host_bytes, held = machine.budget[Tier.HOST], sum(resting[Tier.HOST])
+            spilled = _spill(new, host_bytes=host_bytes, disk=disk_bytes > 0, held=held, staging=nbytes, why=why)
         parts = {"model states": sum(resting[Tier.DISK]), "gradients": sum(new[ref] for ref in spilled)}
         _refuse_full_disk(parts, disk_bytes, why=why)
         return {ref: Tier.DISK if ref in spilled else Tier.HOST for ref in new}

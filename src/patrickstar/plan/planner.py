@@ -64,7 +64,7 @@ class Planner:
         weaves: whether updates are woven into the next forward. keeps: whether an allocator of a device keeps what activations have had.
         norm_bytes, update_bytes: what the norm, or an update, takes of the tier that computes.
         checks: whether each new plan is held against `plan/check.py`.
-        made: is told of each new plan, and its trace.
+        made: is told of each new plan, and its trace. used_below: gradients that updates of the last step have read on the tier below.
     """
 
     layout: Layout
@@ -82,7 +82,7 @@ class Planner:
 
     _memo: OrderedDict[Hashable, tuple[Any, tuple[object, ...]]] = field(default_factory=OrderedDict, init=False)
     _follower: dict[StretchKind, Trace] = field(default_factory=dict, init=False)
-    _used_below: frozenset[PlaneRef] = field(default=frozenset(), init=False)  # by the updates of the last step
+    used_below: frozenset[PlaneRef] = field(default=frozenset(), init=False)
 
     def plan(self, ask: Ask) -> Draft:
         """The plan of a stretch, by all passes in turn. BudgetError: some moment does not fit."""
@@ -161,12 +161,8 @@ class Planner:
             return {}
         machine = self.budgets.machine_for(0, taken_bytes=taken_bytes)
         tiers = choose_tiers(updates, start, machine=machine, peak_bytes=level_bytes, choice=self.choice)
-        self._used_below = frozenset(PlaneRef(chunk, GRAD) for chunk in tiers)
+        self.used_below = frozenset(PlaneRef(chunk, GRAD) for chunk in tiers)
         return tiers
-
-    def goes_down(self, ask: Ask) -> frozenset[PlaneRef]:
-        """The gradients that the updates after a stretch will read on the tier below: they are complete in the last backward before a step."""
-        return self._used_below if ask.is_last else frozenset()
 
     def read_where_it_is(self, norm: Trace, nearest: Callable[[tuple[Touch, ...]], tuple[Touch, ...]]) -> Trace:
         """The trace of a norm each of whose moments reads a gradient where that is. `nearest`: gives the touches for that."""
@@ -276,7 +272,8 @@ def _woven(planner: Planner, draft: Draft, updates: Trace) -> Trace:
 def make(planner: Planner, draft: Draft) -> Draft:
     """Makes the plan: moment by moment, what must leave so that the moment fits, and what must come."""
     ask, trace, start = draft.ask, draft.trace, draft.ask.start
-    after, goes_down = planner.following(ask.kind), planner.goes_down(ask)
+    # Gradients that updates read on the tier below are complete in the last backward before a step.
+    after, goes_down = planner.following(ask.kind), planner.used_below if ask.is_last else frozenset[PlaneRef]()
     asked = (ask.kind, id(trace), id(after), ask.taken_bytes, draft.frees, goes_down, ask.knows_workspaces)
     contents = (
         frozenset(start.newest.items()),

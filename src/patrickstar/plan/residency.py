@@ -113,6 +113,10 @@ class Residency:
         resting = dict.fromkeys(Tier, 0)
         for ref, tier in snapshot.home.items():
             resting[tier] += slots[ref]
+
+        def is_stale(ref: PlaneRef, tier: Tier) -> bool:
+            return tier not in newest.get(ref, ()) and flights.get(ref, (tier, None))[1] is not tier
+
         return cls(
             compute=snapshot.compute,
             slot_bytes=snapshot.slot_bytes,
@@ -120,14 +124,7 @@ class Residency:
             slots=slots,
             newest=newest,
             taken=taken,
-            stale={
-                tier: {
-                    ref
-                    for ref in refs
-                    if tier not in newest.get(ref, ()) and flights.get(ref, (tier, None))[1] is not tier
-                }
-                for tier, refs in taken.items()
-            },
+            stale={tier: {ref for ref in refs if is_stale(ref, tier)} for tier, refs in taken.items()},
             under_way={ref: InUse((Issue.copy(ref, src, dst, slots[ref]),)) for ref, (src, dst) in flights.items()},
             slots_used={tier: sum(slots[ref] for ref in refs) for tier, refs in taken.items()},
             slots_resting=resting,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
 from functools import cache
 from typing import ClassVar
 
@@ -38,7 +37,7 @@ class DeviceRoom(EmulatedRoom):
     def __init__(self, pilot: Pilot, store: ChunkStore, budgets: Budgets) -> None:
         super().__init__(pilot, store, budgets)
         self._device = budgets.device
-        tell_when_out_of_memory(self._device, self)
+        _rooms().setdefault(self._device.index or 0, weakref.WeakSet()).add(self)
 
         self._counts = self._has_told = False
         self._is_alone = True
@@ -151,23 +150,17 @@ class DeviceRoom(EmulatedRoom):
         )
 
 
-Listener = Callable[[int, int, int], None]
-"""Is told that a device has no memory for so many bytes, how many are free, and of how many, in the thread that asks. It may raise there."""
-
-
-def tell_when_out_of_memory(device: torch.device, listener: Listener) -> None:
-    """Tells a listener, for as long as it lives, of tensors that a device has no memory for."""
-    _listeners().setdefault(device.index or 0, weakref.WeakSet()).add(listener)
-
-
 @cache
-def _listeners() -> dict[int, weakref.WeakSet[Listener]]:
-    """Listeners by number of the device. torch takes observers and never lets go of one: one of ours is in a process, from the first session on."""
-    found: dict[int, weakref.WeakSet[Listener]] = {}
+def _rooms() -> dict[int, weakref.WeakSet[DeviceRoom]]:
+    """Rooms by number of the device, which are told of tensors that it has no memory for, in the thread that asks, and may raise there.
+
+    torch takes observers and never lets go of one: one of ours is in a process, from the first session on.
+    """
+    found: dict[int, weakref.WeakSet[DeviceRoom]] = {}
 
     def tell(device: int, asked_bytes: int, total_bytes: int, free_bytes: int) -> None:
-        for listener in list(found.get(device, ())):
-            listener(asked_bytes, free_bytes, total_bytes)
+        for room in list(found.get(device, ())):
+            room(asked_bytes, free_bytes, total_bytes)
 
     attach_out_of_memory_observer(tell)
     return found

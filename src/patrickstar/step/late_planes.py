@@ -183,13 +183,9 @@ class LatePlanes:
         """Homes for units. BudgetError where the units do not fit there, or the update of a chunk does not fit any more."""
         self._expect_room_for_updates(new, slots, formats)
         store = self.executor.store
-        homes = place_more(
-            self.machine,
-            new,
-            home=store.state.home,
-            slots={**store.state.slots, **slots},
-            slot_bytes=store.state.slot_bytes,
-        )
+        state = store.state
+        sizes = {**state.slots, **slots}
+        homes = place_more(self.machine, new, home=state.home, slots=sizes, slot_bytes=state.slot_bytes)
         store.units.prepare(homes, slots)
         return homes
 

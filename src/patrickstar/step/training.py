@@ -114,11 +114,9 @@ class Training(ABC):
     # gradients read and let go
 
     def has_gradient(self, name: str) -> bool:
-        """Tells whether a parameter has a gradient in the plane."""
         return name in self.in_chunks.names
 
     def is_spent(self, name: str) -> bool:  # noqa: ARG002
-        """Tells whether the gradient of a parameter has been used as it came, and nobody has zeroed it since."""
         return False
 
     def drop_gradient(self, name: str) -> None:

@@ -34,11 +34,7 @@ class LiveBytes:
     """
 
     def __init__(
-        self,
-        is_slot: Callable[[Tensor], bool],
-        at_change: Callable[[int], None] | None = None,
-        *,
-        on_device: bool = False,
+        self, is_slot: Callable[[Tensor], bool], at_change: Callable[[int], object] = int, *, on_device: bool = False
     ) -> None:
         self._is_slot = is_slot
         self._at_change = at_change
@@ -77,8 +73,7 @@ class LiveBytes:
         if makes_new and self.note(result):
             live = self.live
             self.peak = max(self.peak, live)
-            if self._at_change is not None:
-                self._at_change(live)
+            self._at_change(live)
 
     def note(self, value: Any) -> bool:
         """Counts a tensor, or those in a list, as far as they are new and no slots; tells whether there are any."""

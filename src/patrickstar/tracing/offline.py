@@ -267,18 +267,11 @@ def _twin_of(
     Other tensors are copied as they are, being small and of values that may matter.
     """
     with fakes.operations:
-        twins = {
-            name: nn.Parameter(
-                torch.empty_strided(
-                    parameter.shape,
-                    dense_strides(parameter.shape, parameter.stride()),
-                    dtype=dtypes.get(name, torch.float32),
-                    device=fakes.device,
-                ),
-                requires_grad=parameter.requires_grad,
-            )
-            for name, parameter in named.items()
-        }
+        twins = dict[str, nn.Parameter]()
+        for name, parameter in named.items():
+            form = parameter.shape, dense_strides(parameter.shape, parameter.stride())
+            fake = torch.empty_strided(*form, dtype=dtypes.get(name, torch.float32), device=fakes.device)
+            twins[name] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
         memo: dict[int, Any] = {id(named[name]): twin for name, twin in twins.items()}
         without = (buffer for buffer in model.buffers() if buffer.is_meta)
         memo.update((id(buffer), torch.empty_like(buffer, device=fakes.device)) for buffer in without)
