@@ -47,8 +47,6 @@ class UnitBytes:
         self._inherited: set[PlaneRef] = set()
         self.slots_here: Mapping[PlaneRef, int] = self._at[self._compute]
 
-    # slots
-
     def has_slots(self, ref: PlaneRef, tier: Tier) -> bool:
         """Tells whether a unit has slots on a tier that is memory, those in which it rests included."""
         return ref in self._at[tier]
@@ -99,8 +97,6 @@ class UnitBytes:
             for tier, arena in self.arenas.items():
                 ends.callback(arena.close, kept if tier is self._compute else ())
 
-    # homes that come later
-
     def prepare(self, homes: Mapping[PlaneRef, Tier], slots: Mapping[PlaneRef, int]) -> None:
         """Sets aside on the disk what `rest` will need. DeviceError, BudgetError: the disk has no room; nothing has changed then."""
         units = {ref: slots[ref] * self.state.slot_bytes for ref, tier in homes.items() if tier is Tier.DISK}
@@ -118,8 +114,6 @@ class UnitBytes:
         """Has a unit rest nowhere: it has no slots any more."""
         if self.state.home[ref] is not self._compute:
             self.ledger.remove(self.state.home[ref], self.state.unit_bytes(ref))
-
-    # bytes
 
     def wrapping(self, ref: PlaneRef, tier: Tier, part: slice | None = None) -> Callable[[], Tensor]:
         """A function that gives a unit's slots, or some of its elements, as a 1-D tensor over a fresh storage."""

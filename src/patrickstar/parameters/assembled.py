@@ -118,8 +118,6 @@ class AssembledTensors:
         """The record of an assembled tensor; None for any other object."""
         return self._known[id(tensor)][1] if type(tensor) is self._class else None
 
-    # what is no use
-
     def answer(
         self, func: Callable[..., Any], of: AssembledRecord, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
@@ -164,8 +162,6 @@ class AssembledTensors:
             return False
         _expect_there(record.source)
         return record.source.key == key
-
-    # one use
 
     @contextmanager
     def using(self, records: Sequence[AssembledRecord], func: Callable[..., Any], first: object) -> Iterator[None]:
@@ -215,8 +211,6 @@ class AssembledTensors:
     def lasting(self, tensor: Tensor) -> Tensor:
         """A tensor that autograd may keep of one in use: of an assembled tensor, an alias that keeps its bytes."""
         return tensor.detach() if type(tensor) is self._class else tensor
-
-    # changes where it lies
 
     def __iter__(self) -> Iterator[AssembledKey]:
         """Keys of all that somebody has a tensor of."""

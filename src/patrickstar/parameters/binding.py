@@ -149,8 +149,6 @@ class Binding:
         self._detached = DetachedAliases(self._detached_class)
         self._attributes = Attributes(self._bound, self.access, self.gradients, self._detached)
 
-    # binding and releasing
-
     def let_go(self) -> None:
         """Turns parameters into placeholders, which are bound by use from now on. Gradients that they have stay the user's own."""
         self.is_whole = False
@@ -207,8 +205,6 @@ class Binding:
         """Bytes of the budget that the user has taken: gradients of the user's own, unless all are, and whole tensors put together."""
         own = 0 if self.is_whole else self.gradients.taken_bytes()
         return own + self.leases.assembled_bytes() + self.kept_bytes()
-
-    # one use
 
     def handle(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], foreign: Sequence[Any] = ()

@@ -190,8 +190,6 @@ class Blocks:
         self._watched.clear()
         self._blocks.clear()
 
-    # calls
-
     def call(self, module: nn.Module, run: Callable[[], _Result]) -> _Result:
         """The result of a call of a module that is watched."""
         block = self._blocks.get(id(module))
@@ -280,8 +278,6 @@ class Blocks:
                 bound.tensor().__class__ = self._binding.parameter_class
             if not _is_container(block.module):
                 self._access.leave(block.records)
-
-    # backwards
 
     def backward_begins(self, block: Block) -> None:
         """Opens a block, whose backward begins."""

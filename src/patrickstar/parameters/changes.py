@@ -136,8 +136,6 @@ class Changes:
                 '(torch.library.custom_op(mutates_args=)), or manage with Options(compute="fp32") or precision="fp32"'
             )
 
-    # changes of which nobody tells
-
     def follow(self, parameters: Iterable[BoundParameter]) -> None:
         """Remembers parameters that keep their bytes as they are now, as far as more is kept of them than they show."""
         parameters = list(parameters)
@@ -167,8 +165,6 @@ class Changes:
     def _elements(self, bound: BoundParameter) -> Tensor:
         """The elements of a parameter whose bytes are there: 1-D, in slot order."""
         return self.access.lease(bound.key)[bound.offset : bound.offset + bound.shape_only.numel()]
-
-    # changes by the library
 
     def outdate(self, names: Iterable[str]) -> None:
         """Raises the versions of parameters whose values change: what autograd saved of them before is out of date."""

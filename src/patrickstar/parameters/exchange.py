@@ -141,8 +141,6 @@ class Exchange:
         """A context for our own operations, and for so many bytes that they take for good."""
         return torch.no_grad()
 
-    # weights
-
     def gather(self, block: str) -> BlockWeights:
         """Begins to gather a block's groups: into what somebody still holds of them, if anybody does."""
         phase = Phase.FORWARD if backward_id() == -1 else Phase.BACKWARD
@@ -186,8 +184,6 @@ class Exchange:
         numel = self.layout.whole.chunk_numel
         for number, chunk in enumerate(self.layout.chunks_in[group]):
             yield PlaneRef(chunk, WEIGHT), whole[number * numel : (number + 1) * numel]
-
-    # gradients
 
     @contextmanager
     def postponing(self) -> Iterator[None]:

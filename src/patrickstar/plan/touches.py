@@ -106,9 +106,6 @@ class Touches:
         return self.formats.now.is_split(self.layout.slices[self.layout.owner(label)].chunk, self.layout)
 
 
-# pieces of parameters, and chunks
-
-
 def gradient_parts(layout: Layout, label: str, *, writes: bool) -> Iterator[tuple[Part, tuple[Touch, ...]]]:
     """The moments in which a gradient in its plane is read or written: the piece that each is about, and what it touches."""
     for part in layout.parts(label):
@@ -126,9 +123,6 @@ def update_touches(chunk: int, layout: Layout, formats: Formats, *gradient: Touc
     planes = (EXP_AVG, EXP_AVG_SQ, *((REST,) if formats.is_split(chunk, layout) else ()))
     weight = Touch(PlaneRef(layout.run_of(chunk).head, WEIGHT), True)
     return tuple(sorted([weight, *(Touch(PlaneRef(chunk, plane), True) for plane in planes), *gradient]))
-
-
-# stretches whose moments are known beforehand
 
 
 def step_trace(

@@ -42,8 +42,6 @@ class Executor:
         self.recorder: TraceRecorder | None = None
         self.pending: PendingStep | None = None
 
-    # moments
-
     def moment(self, phase: Phase, label: str, touches: Sequence[Touch]) -> None:
         """Makes what these touches need usable where they are. Units to be written count as written.
 
@@ -241,8 +239,6 @@ class Executor:
         stretch = self.pilot.stretch
         is_known = self.recorder is not None or (stretch.followed is not None and not stretch.complete)
         return Phase.FORWARD if is_known else Phase.STEP
-
-    # our own operations
 
     @contextmanager
     def apart(self) -> Iterator[None]:

@@ -72,8 +72,6 @@ class OptimizerStep(Doer):
         in_chunks = self.in_chunks  # through it, this must not hold itself
         self.make_fit = lambda bound, gradient: in_chunks.make_fit(bound, gradient.dtype)
 
-    # orders
-
     def order(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> PendingStep:
         """A step of these parameters, as things stand now, which counts as one of each from here on."""
         for name in names:
@@ -102,8 +100,6 @@ class OptimizerStep(Doer):
         self.seconds = order.seconds
         if not order.is_woven:
             self.binding.changes.stepped(order.hypers)
-
-    # the update of a chunk
 
     def work(self, order: PendingStep, chunk: int, tier: Tier) -> Task:
         """The work of a chunk's update, from its accumulated gradient: each parameter once, whoever asks for it how often.

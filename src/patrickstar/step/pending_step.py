@@ -85,8 +85,6 @@ class PendingStep:
             for touch in moment.touches:
                 self._of_unit.setdefault(touch.ref, []).append(chunk)
 
-    # gradients that arrive
-
     def takes(self, part: Part) -> bool:
         """Tells whether a gradient of these elements goes into its chunk, to be used with the others of that."""
         return part.chunk in self.arrivals
@@ -113,8 +111,6 @@ class PendingStep:
         came = self._came.get(chunk)
         pieces = [piece for piece in layout.tensors_in(chunk) if piece.name in self.hypers]
         return pieces if came is None else [piece for piece in pieces if piece.start in came]
-
-    # updates
 
     def due(self, touches: Iterable[Touch]) -> list[Moment]:
         """The updates that must be done before somebody touches these units."""

@@ -114,8 +114,6 @@ class Stretches:
     _current: KnownForward | None = field(default=None, init=False)
     _recorded: bool = field(default=False, init=False)
 
-    # forwards
-
     def begin_forward(self, registered: Registered, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begins the stretch of a forward of the whole model. BudgetError: the forward does not fit. Nothing has changed then."""
         self.end()
@@ -215,8 +213,6 @@ class Stretches:
         if draft.whole_chunks is not None:
             self.late_planes.open(draft.whole_chunks.homes, draft.whole_chunks.slots)
         return Stretch(kind, draft)
-
-    # any stretch
 
     def begin_norm(self, trace: Trace) -> Trace:
         """Begins the stretch of the norm of gradients; its moments, each of which reads a gradient on the tier that has it."""

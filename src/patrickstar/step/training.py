@@ -60,8 +60,6 @@ class Training(ABC):
     _around: int | None = None  # the backward in which a block was last computed again
     _is_nested: bool = False  # whether a backward inside of another has ended, and the other has not
 
-    # gradients arriving
-
     @abstractmethod
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Takes a gradient that has arrived."""
@@ -111,8 +109,6 @@ class Training(ABC):
         self.in_chunks.whole |= self.in_chunks.names
         self.stretches.backward_ended()
 
-    # gradients read and let go
-
     def has_gradient(self, name: str) -> bool:
         return name in self.in_chunks.names
 
@@ -147,8 +143,6 @@ class Training(ABC):
                     own.requires_grad_(False).zero_()
         self.in_chunks.fill_with_zeros(wanted)
 
-    # clipping and stepping
-
     @abstractmethod
     def clip(self, max_norm: float) -> Tensor:
         """The global norm of all gradients, which count from now on as multiplied with the factor that clips this norm."""
@@ -156,8 +150,6 @@ class Training(ABC):
     @abstractmethod
     def step(self) -> None:
         """Takes the optimizer's step: of every parameter that has a gradient and is in a group."""
-
-    # whether all is of one step
 
     def begin_forward(self) -> None:
         """Makes ready for a forward. StateError where parameters are of no one step."""

@@ -184,8 +184,6 @@ class DeferredTraining(Training):
             elif name in self.in_chunks.names:
                 yield name, self.in_chunks.read(bound)
 
-    # clipping
-
     def clip(self, max_norm: float) -> Tensor:
         self._expect_gradients()
         norm, self._norm = self._norm, None
@@ -272,8 +270,6 @@ class DeferredTraining(Training):
     def forget_norm(self) -> None:
         """Forgets the norm that was taken for the next step: gradients may change from now on."""
         self._norm = None
-
-    # the step
 
     def step(self) -> None:
         """Notes the update of every parameter that has a gradient and is in a group."""

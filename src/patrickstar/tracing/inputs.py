@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from operator import ge
 from typing import Any
 
 import torch
@@ -27,7 +26,8 @@ class Signature:
 
     def dominates(self, other: Signature) -> bool:
         """Tells whether another forward differs in sizes alone, and none is larger: it does the same in no more memory."""
-        return self.kind == other.kind and all(map(ge, self.sizes, other.sizes))
+        pairs = zip(self.sizes, other.sizes, strict=True)
+        return self.kind == other.kind and all(ours >= theirs for ours, theirs in pairs)
 
 
 def signature(

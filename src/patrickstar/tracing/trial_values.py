@@ -170,8 +170,6 @@ class KnownValues:
         for tensor in _written(func, args, kwargs):
             self._contents.pop(tensor.untyped_storage()._cdata, None)
 
-    # contents
-
     def _content(self, tensor: Tensor) -> _Content | None:
         """Known contents of a tensor's storage, as elements of the tensor's type."""
         if not self._contents or tensor.layout is not torch.strided or tensor.is_complex():  # a conjugate is a view
