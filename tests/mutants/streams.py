@@ -234,7 +234,7 @@ STREAMS: tuple[Mutant, ...] = (
         never("kind"),
         "tests/cuda/test_out_of_memory.py::test_memory_that_is_missing_outside_of_a_step_is_torchs_own_error",
     ),
-    Fault("memory-stays-pinned-when-it-is-given-back", "memory.pinned_space:PinnedSpace.discard").by(
+    Fault("memory-stays-pinned-when-it-is-given-back", "memory.space:PinnedSpace.discard").by(
         drop("_unpin"),
         "tests/cuda/test_spaces.py::test_memory_of_the_host_is_pinned_while_it_is_used_and_no_more_than_that[(0.0, 0)]",
     ),
@@ -278,7 +278,7 @@ STREAMS: tuple[Mutant, ...] = (
         without("not master.is_cpu"),
         "tests/cuda/test_waits.py::test_parts_are_written_on_a_device_without_a_wait_and_as_on_the_host[False-kept0]",
     ),
-    Fault("a-refused-registration-leaves-its-error", "memory.pinned_space:PinnedSpace.prepare").by(
+    Fault("a-refused-registration-leaves-its-error", "memory.space:PinnedSpace.prepare").by(
         drop("_take_last_error"),
         "tests/cuda/test_spaces.py::test_a_refusal_to_pin_leaves_no_error_to_the_next_kernel[(0.0, 0)]",
     ),

@@ -109,7 +109,7 @@ class ChunkStore:
             StateError: the store is of another process, whose transfers nobody here can wait for.
         """
         if os.getpid() != self._process:
-            self.units.expect_open()
+            self.units.arenas[self._compute].expect_open()
         # `isinstance`, without a function of Python's.
         for waits, group in groupby(actions, key=Wait.__instancecheck__):
             # Nobody waits in between: what is moved, and what is noted of it, belong together.
@@ -257,7 +257,8 @@ class ChunkStore:
         home = self.state.home[ref]
         if home is not Tier.DISK and self.units.has_slots(ref, home):
             self._give(ref, home, self.state.slots[ref])
-        self.units.leave_home(ref)
+        if home is not self._compute:
+            self.ledger.remove(home, self.state.unit_bytes(ref))
 
     def _give(self, ref: PlaneRef, tier: Tier, slots: int) -> None:
         if tier is self._compute:

@@ -1,6 +1,6 @@
 """Works under way: the lane that does each, its ticket, and what it comes after.
 
-Each work comes after those that it depends on, by the table of `plan/works.py`: what is written comes after the fences of its slots, and after
+Each work comes after those that it depends on, by the table of `plan/actions.py`: what is written comes after the fences of its slots, and after
 what still uses them, what is read after what writes it. What is created has no wait: whoever uses it first waits for its zeros.
 """
 
@@ -21,8 +21,7 @@ from patrickstar.memory.links import MakeLane
 from patrickstar.memory.readiness import Readiness
 from patrickstar.memory.unit_bytes import UnitBytes
 from patrickstar.plan import residency
-from patrickstar.plan.actions import Issue, Work, WorkKind
-from patrickstar.plan.works import reads, writes
+from patrickstar.plan.actions import Issue, Work, WorkKind, reads, writes
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,8 @@ class AssembledTensors:
         self._lock = access.lock
         self._class = assembled_class
 
-        self._nans: dict[torch.dtype, Tensor] = {}
+        # One for all: on a device a number takes 512 bytes.
+        self._nan = cache(partial(placeholder, device=device))
         self.tensors: dict[AssembledKey, Tensor] = {}
         self._known: dict[int, tuple[weakref.ref[Tensor], AssembledRecord]] = {}
 
@@ -101,12 +102,7 @@ class AssembledTensors:
             made.data = source.standin  # not made of it: all would have one version counter
         return self._dress(made, source)
 
-    def _nan(self, dtype: torch.dtype) -> Tensor:
-        # One for all: on a device a number takes 512 bytes.
-        if dtype not in self._nans:
-            self._nans[dtype] = placeholder(dtype, self._device)
-        return self._nans[dtype]
-
+from dataclasses import dataclass
     def _dress(self, tensor: Tensor, source: AssembledValue) -> Tensor:
         number, known = id(tensor), self._known
         reference = weakref.ref(tensor, lambda _: known.pop(number, None))

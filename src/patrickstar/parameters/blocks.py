@@ -26,7 +26,6 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from patrickstar.core.planes import WEIGHT
 from patrickstar.core.trace import Touch
 from patrickstar.errors import BudgetError, StateError
 from patrickstar.hooks import Watched, is_called_by_compiled, watch_calls
@@ -305,10 +304,6 @@ class Blocks:
             if left.tensor().requires_grad:
                 return
         self._access.close()
-
-    def are_held(self) -> bool:
-        """Tells whether something holds weights: perhaps a view of one that has outlived its block."""
-        return any(ref.plane == WEIGHT for ref in self._access.leases.held())
 
 
 def _begins(begin_backward: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:

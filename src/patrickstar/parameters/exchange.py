@@ -67,17 +67,14 @@ class Nobody:
         self.sent_bytes = 0
 
     def gather(self, out: Tensor, shard: Tensor, what: str) -> Ticket:  # noqa: ARG002
-        """Nothing is gathered."""
         self.sent_bytes += self._others * shard.nbytes
         return DONE
 
     def reduce(self, out: Tensor, partial: Tensor, *_: object, flags: bytearray | None = None) -> Ticket:  # noqa: ARG002
-        """Nothing is reduced."""
         self.sent_bytes += self._others * out.numel() * partial.element_size()
         return DONE
 
     def agree(self, value: bytes, what: str) -> list[bytes]:  # noqa: ARG002
-        """The value alone."""
         return [value]
 
 

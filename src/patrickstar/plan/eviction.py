@@ -113,11 +113,9 @@ POLICIES: Final[Mapping[str, Callable[[Uses], Worth]]] = MappingProxyType(
 )
 
 
-def eviction_order(
-    candidates: Iterable[PlaneRef], *, state: Residency, tier: Tier, worth: Worth, now: int
-) -> list[PlaneRef]:
+def eviction_order(refs: Iterable[PlaneRef], *, state: Residency, tier: Tier, worth: Worth, now: int) -> list[PlaneRef]:
     """Candidates for leaving a tier, best victim first: what saves nothing there, then of least worth, then clean before dirty, then by id."""
-    return sorted(candidates, key=lambda ref: _key(state, ref, tier, worth(ref, now)))
+    return sorted(refs, key=lambda ref: _key(state, ref, tier, worth(ref, now)))
 
 
 _Key = tuple[bool, int, bool, PlaneRef]

@@ -15,8 +15,9 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
+from patrickstar.core.fixed_costs import FixedCosts
 from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
@@ -34,25 +35,39 @@ from patrickstar.plan.weave import own_moments, weave
 from patrickstar.plan.whole_chunks import update_whole_chunks
 
 _KEPT: Final = 192
+SPARE_SHARE: Final = 16
 _Answer = TypeVar("_Answer")
 
 
-class PlanBudgets(Protocol):
-    """The budgets of a session or a forecast, as far as plans are concerned."""
+class PlanBudgets:
+    """The budgets of a session or a forecast, as far as plans are concerned (`Budgets` in `step/budgets.py`)."""
 
-    @property
-    def machine(self) -> Machine:
-        """The machine, with what chunks and activations may take of each tier."""
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Bytes that count as activations at every moment."""
+    __slots__ = ()
+    machine: Machine
+    fixed_bytes: int
+    extra_bytes: int
 
     def room_bytes(self, *, knows_workspaces: bool = False) -> int:
-        """Bytes that chunks and activations may take of the compute tier."""
+        """Bytes that chunks and activations may take of the compute tier. `knows_workspaces`: whether what kernels take counts among these."""
+        compute = self.machine.compute
+        return self.machine.given(compute) if knows_workspaces else self.machine.budget[compute]
 
     def machine_for(self, need_bytes: int, *, taken_bytes: int = 0, knows_workspaces: bool = False) -> Machine:
-        """The machine to plan a stretch for that needs at least so much of the compute tier."""
+        """The machine to plan a stretch for that needs at least so much of the compute tier.
+
+        Args:
+            taken_bytes: what the user has taken of that tier's budget. knows_workspaces: as for `room_bytes`.
+        """
+        compute = self.machine.compute
+        budget = self.room_bytes(knows_workspaces=knows_workspaces) - taken_bytes
+        room = max(budget - self.spare_bytes, min(budget, need_bytes))
+        costs = FixedCosts() if knows_workspaces else self.machine.costs
+        return Machine(compute, {**self.machine.budget, compute: room}, costs)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of the compute tier that are kept free where it can be: `extra_bytes`, but no more than a sixteenth of a small budget."""
+        return min(self.extra_bytes, self.machine.budget[self.machine.compute] // SPARE_SHARE)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -11,8 +11,7 @@ from patrickstar.memory.arena import Arena
 from patrickstar.memory.device_space import DeviceSpace
 from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.links import MakeLane, lanes_of
-from patrickstar.memory.pinned_space import PinnedSpace
-from patrickstar.memory.space import HostSpace, Space
+from patrickstar.memory.space import HostSpace, PinnedSpace, Space
 from patrickstar.memory.store import ChunkStore
 from patrickstar.memory.unit_bytes import UnitBytes
 from patrickstar.memory.works_under_way import WorksUnderWay

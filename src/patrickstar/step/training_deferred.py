@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from patrickstar.core.planes import WEIGHT
 from patrickstar.core.trace import Phase, Trace
 from patrickstar.errors import StateError
 from patrickstar.memory.device_failure import noticed_at
@@ -298,8 +299,8 @@ class DeferredTraining(Training):
         order = self.updates.order(names, hypers)
         order.seconds = time.perf_counter() - began
         self.executor.pending = order
-        if self.stretches.blocks.bound and self.stretches.blocks.are_held():
-            self.executor.settle()  # nobody is asked before a view that a block has given away is read
+        if self.stretches.blocks.bound and any(ref.plane == WEIGHT for ref in self.executor.store.leases.held()):
+            self.executor.settle()  # nobody is asked before a view that a block has given away, and that outlives it, is read
 
     def _step_whole(self, hypers: Mapping[str, Hyper]) -> None:
         began = time.perf_counter()
