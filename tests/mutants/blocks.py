@@ -43,7 +43,7 @@ BLOCKS: tuple[Mutant, ...] = (
         never("are_kept"), f"{FILE}::test_gradients_add_up_and_can_be_read_in_a_block"
     ),
     Fault("a-view-of-a-block-shows-the-old-weights", "step.training_deferred:DeferredTraining.step").by(
-        never("are_held"),
+        never("blocks.bound"),
         "tests/session/test_faults_of_blocks.py::test_what_outlives_its_block_shows_what_its_weight_becomes_or_refuses[a view-deferred]",
     ),
     Fault("a-block-that-is-checkpointed-inside-reads-placeholders", "parameters.saved:SavedTensors.around_use").by(

@@ -18,7 +18,7 @@ WHOLE_CHUNKS: tuple[Mutant, ...] = (
         drop("if room < 0: ..."),
         f"{ON_HOST}::test_a_backward_updates_as_many_chunks_on_the_host_as_that_has_room_for_gradients",
     ),
-    Fault("a-place-on-the-host-is-kept-when-its-gradient-is-gone", "memory.unit_bytes:UnitBytes.leave_home").by(
+    Fault("a-place-on-the-host-is-kept-when-its-gradient-is-gone", "memory.store:ChunkStore._leave_home").by(
         drop("remove"), f"{ON_HOST}::test_a_backward_updates_as_many_chunks_on_the_host_as_that_has_room_for_gradients"
     ),
     Fault("what-waits-for-its-update-has-the-room-of-what-must-be-kept", "step.late_planes:LatePlanes.reserve_for").by(

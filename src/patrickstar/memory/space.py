@@ -147,8 +147,8 @@ _FOR_ALL_CONTEXTS = 1  # cudaHostRegisterPortable
 class PinnedSpace(HostSpace):
     """Private anonymous memory of this process, which a device copies by itself: each unit is registered with the driver when it is first used.
 
-    Of exact size: torch's allocator of pinned memory would round up to powers of two. Where the system refuses to pin, a warning says so once, and memory stays pageable: every copy then goes through the driver's own buffer, and
-    the host waits for it.
+    Of exact size: torch's allocator of pinned memory would round up to powers of two. Where the system refuses to pin, a warning says so once, and
+    memory stays pageable: every copy then goes through the driver's own buffer, and the host waits for it.
 
     Attributes:
         pinned_bytes: what is pinned now.

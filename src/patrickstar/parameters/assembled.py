@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -102,7 +103,6 @@ class AssembledTensors:
             made.data = source.standin  # not made of it: all would have one version counter
         return self._dress(made, source)
 
-from dataclasses import dataclass
     def _dress(self, tensor: Tensor, source: AssembledValue) -> Tensor:
         number, known = id(tensor), self._known
         reference = weakref.ref(tensor, lambda _: known.pop(number, None))
