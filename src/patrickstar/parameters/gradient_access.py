@@ -59,8 +59,8 @@ class GradientAccess:
     are_shared: bool = field(default=False, init=False)
     shown: dict[BoundParameter, Tensor | None] = field(default_factory=dict, init=False)
     _hooks: dict[BoundParameter, RemovableHandle] = field(default_factory=dict, init=False)
+    # By the node that adds to `p.grad`, which lives as long as somebody has it.
     _early: dict[Node, RemovableHandle] = field(default_factory=dict, init=False)
-    """By the node that adds to `p.grad`, which lives as long as somebody has it."""
 
     def __post_init__(self) -> None:
         self._by_name, self._owner = self.access.records, self.access.owner

@@ -1,6 +1,7 @@
 """Transforms, tracers and compilers around a forward or a use: they would read placeholders, so they are refused before anything is computed.
 
-A placeholder that is read all the same, by code that no check here sees, has torch raise an error (`refuse_reads` in `torch_private.py`).
+So are wrappers of PyTorch that average gradients or share parameters over ranks: a session does both itself. A placeholder that is read all the
+same, by code that no check here sees, has torch raise an error (`refuse_reads` in `torch_private.py`).
 """
 
 from __future__ import annotations

@@ -152,10 +152,7 @@ class DeviceRoom(EmulatedRoom):
 
 @cache
 def _rooms() -> dict[int, weakref.WeakSet[DeviceRoom]]:
-    """Rooms by number of the device, which are told of tensors that it has no memory for, in the thread that asks, and may raise there.
-
-    torch takes observers and never lets go of one: one of ours is in a process, from the first session on.
-    """
+    """Rooms by number of the device, told of tensors it has no memory for. torch lets go of no observer: one of ours is in a process, for good."""
     found: dict[int, weakref.WeakSet[DeviceRoom]] = {}
 
     def tell(device: int, asked_bytes: int, total_bytes: int, free_bytes: int) -> None:

@@ -244,16 +244,8 @@ class OptimizerStep(Doer):
 
     def _update(self, planes: _Planes, span: slice, gradient: Tensor, alike: _Alike) -> None:
         (weight, rest, exp_avg, exp_avg_sq), (step, hyper, factors) = planes, alike
-        self.passes[weight.device.type].update(
-            weight[span],
-            None if rest is None else rest[span],
-            gradient,
-            exp_avg[span],
-            exp_avg_sq[span],
-            step=step,
-            hyper=hyper,
-            factors=factors,
-        )
+        own = weight[span], None if rest is None else rest[span], gradient, exp_avg[span], exp_avg_sq[span]
+        self.passes[weight.device.type].update(*own, step=step, hyper=hyper, factors=factors)
 
     def _ranges(self, chunk: int, order: PendingStep) -> list[tuple[slice, _Alike]]:
         """Adjacent elements of a chunk that are updated alike."""

@@ -81,10 +81,7 @@ def asks_for_gradients(value: Any) -> bool:
 
 
 def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
-    """Inputs with floating tensors in this type, in nested containers too; what needs no cast is the very same object.
-
-    The copies are activations as any others: they are made, and counted, inside of the stretch.
-    """
+    """Inputs with floating tensors in this type, in containers too; what needs no cast is the very same object. Copies count as activations."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() and not _stays(value, dtype) else value
     if type(value) is dict:
