@@ -97,13 +97,13 @@ class Collectives:
     def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Ticket:
         """Has `out` [p * n] get the shards [n] of all ranks, in their order. `shard`: perhaps its place in `out`."""
         assert (out.numel(), out.dtype) == (self._ranks.size * shard.numel(), shard.dtype)
-        return self._carry("gather", what, shard, lambda: self._transport.gather(out, shard))
+        return _carry(self, "gather", what, shard, lambda: self._transport.gather(out, shard))
 
     def exchange(self, out: torch.Tensor, parts: torch.Tensor, what: str) -> Ticket:
         """Has `out` [p * n] get the pieces of all ranks' `parts` [p * n] that are for this one, in their order."""
         assert (out.numel(), out.dtype) == (parts.numel(), parts.dtype)
         own = parts[: parts.numel() // self._ranks.size]
-        return self._carry("exchange", what, own, lambda: self._transport.exchange(out, parts))
+        return _carry(self, "exchange", what, own, lambda: self._transport.exchange(out, parts))
 
     def reduce(
         self, out: torch.Tensor, partial: torch.Tensor, into: torch.Tensor, what: str, *, flags: bytearray | None = None
@@ -130,17 +130,7 @@ class Collectives:
                 for theirs in of_all:
                     mine.bitwise_or_(theirs)
 
-        return self._carry("reduce", what, partial[: out.numel()], act, also=f", {len(flags or ())} flags")
-
-    def _carry(self, kind: str, what: str, sent: torch.Tensor, move: Task, *, also: str = "") -> Ticket:
-        """Issues a collective of data. `sent`: as much as each rank gets of each other. `also`: what else must be alike."""
-
-        def act() -> None:
-            move()
-            self.sent_bytes += (self._ranks.size - 1) * sent.nbytes
-
-        act_there = self._transport.after_now(sent.device, act)
-        return self._issue(kind, what, f"{sent.numel()} {sent.dtype}{also}", act_there)
+        return _carry(self, "reduce", what, partial[: out.numel()], act, also=f", {len(flags or ())} flags")
 
     def agree(self, value: _T, what: str, *, within_s: float = math.inf) -> list[_T]:
         """The values of all ranks, in their order, by pickle; waits for them, and no longer than so: all calls of all ranks fail then."""
@@ -313,6 +303,17 @@ class Collectives:
         error = self._watch.failure_of(sys.maxsize)
         assert error is not None
         return error
+
+
+def _carry(by: Collectives, kind: str, what: str, sent: torch.Tensor, move: Task, *, also: str = "") -> Ticket:
+    """Issues a collective of data. `sent`: as much as each rank gets of each other. `also`: what else must be alike."""
+
+    def act() -> None:
+        move()
+        by.sent_bytes += (by.ranks.size - 1) * sent.nbytes
+
+    act_there = by._transport.after_now(sent.device, act)
+    return by._issue(kind, what, f"{sent.numel()} {sent.dtype}{also}", act_there)
 
 
 def sum_in_rank_order(out: torch.Tensor, pieces: torch.Tensor, *, averaged: int) -> None:

@@ -51,9 +51,6 @@ class GradientAccess:
     _: KW_ONLY
     narrow: bool
 
-    arrives: Callable[[BoundParameter], None] = field(default=lambda _: None, init=False)
-    are_kept: Callable[[], bool] = field(default=lambda: False, init=False)
-    comes: Callable[[str], None] = field(default=lambda _: None, init=False)
     own: set[str] = field(default_factory=set, init=False)
     stay: bool = field(default=False, init=False)
     are_shared: bool = field(default=False, init=False)
@@ -64,6 +61,9 @@ class GradientAccess:
 
     def __post_init__(self) -> None:
         self._by_name, self._owner = self.access.records, self.access.owner
+        self.arrives: Callable[[BoundParameter], None] = lambda _: None
+        self.are_kept: Callable[[], bool] = lambda: False
+        self.comes: Callable[[str], None] = lambda _: None
         self.used = UsedGradients(self.assembled, self._by_name)
         self.are_used = self.use is GradientUse.UPDATE
         self.widen = self.use is GradientUse.CHUNK and self.narrow
