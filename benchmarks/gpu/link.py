@@ -13,8 +13,7 @@ from benchmarks.gpu.results import Result, spread
 
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.device_space import DeviceSpace
-from patrickstar.memory.pinned_space import PinnedSpace
-from patrickstar.memory.space import HostSpace
+from patrickstar.memory.space import HostSpace, PinnedSpace
 
 __all__ = ["run"]
 

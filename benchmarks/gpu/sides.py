@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import patrickstar
 from patrickstar.memory.driver import DeviceAddresses
-from patrickstar.memory.pinned_space import PinnedSpace
+from patrickstar.memory.space import PinnedSpace
 
 __all__ = ["work"]
 

@@ -23,8 +23,8 @@ from torch import nn
 import patrickstar
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.session.start import set_up
+from patrickstar.tracing.inputs import signature
 from patrickstar.tracing.offline import Foreseen, OfflineTracer
-from patrickstar.tracing.signature import signature
 from tests.cuda.schedules import FEW_SCHEDULES, SCHEDULES, Accelerator
 from tests.parity import managed
 from tests.parity.compare import differences

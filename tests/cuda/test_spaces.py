@@ -1,4 +1,4 @@
-"""memory/device_space.py, pinned_space.py, driver.py: slots on a device, and slots of the host that it copies by itself."""
+"""memory/space.py, device_space.py, driver.py: slots on a device, and slots of the host that it copies by itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from patrickstar.errors import DeviceError, StateError
 from patrickstar.memory import driver
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.device_space import DeviceSpace
-from patrickstar.memory.pinned_space import PinnedSpace
+from patrickstar.memory.space import PinnedSpace
 from patrickstar.memory.stream_lane import StreamTicket
 from patrickstar.units import MIB
 from tests.cuda.schedules import FEW_SCHEDULES, Accelerator

@@ -17,7 +17,7 @@ from patrickstar.memory.device_space import DeviceSpace
 from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.lanes import Task
 from patrickstar.memory.links import lanes_of
-from patrickstar.memory.pinned_space import PinnedSpace
+from patrickstar.memory.space import PinnedSpace
 from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.actions import Drop, Issue, Wait, Work
 from tests.cuda.schedules import SCHEDULES, Accelerator, under

@@ -23,8 +23,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.errors import DeviceError, StateError
 from patrickstar.memory.lanes import InlineLane, Lane
 from patrickstar.memory.links import lanes_of
-from patrickstar.memory.thread_lane import PacedLane, StressedLane, ThreadLane
-from patrickstar.memory.workers import Job, Workers
+from patrickstar.memory.thread_lane import Job, PacedLane, StressedLane, ThreadLane, Workers
 from patrickstar.testing.manual_lane import ManualLane, RandomLane
 from tests.forked import in_forked_child
 

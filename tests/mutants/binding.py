@@ -48,7 +48,7 @@ BINDING: tuple[Mutant, ...] = (
     Fault("aliases-have-python-objects", "tracing.seen_operations:_install").by(
         drop("impl", nth=1), f"{REPORTS}::test_torch_chooses_the_same_formulas_in_a_measured_step"
     ),
-    Fault("autocast-is-given-fp32-for-16-bits", "tracing.cast_inputs:_stays").by(
+    Fault("autocast-is-given-fp32-for-16-bits", "tracing.inputs:_stays").by(
         assign("widens", "False"), f"{REPORTS}::test_inputs_of_16_bits_under_autocast_are_taken_as_they_are"
     ),
     Fault("a-placeholder-can-be-read", "parameters.bound:placeholder").by(
@@ -98,7 +98,7 @@ BINDING: tuple[Mutant, ...] = (
         drop("__class__"), f"{SAVED}::test_a_view_is_packed_when_an_operation_saves_it"
     ),
     Fault("a-change-by-hand-does-not-make-dirty", "step.events:Events.changed").by(drop("wrote"), f"{BY_HAND}[add]"),
-    Fault("a-change-through-numpy-is-not-noticed", "parameters.escapes:EscapedMemory.check").by(
+    Fault("a-change-through-numpy-is-not-noticed", "parameters.changes:EscapedMemory.check").by(
         never("digest"), f"{BY_HAND}[by_numpy]"
     ),
 )

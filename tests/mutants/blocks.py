@@ -43,7 +43,7 @@ BLOCKS: tuple[Mutant, ...] = (
         never("are_kept"), f"{FILE}::test_gradients_add_up_and_can_be_read_in_a_block"
     ),
     Fault("a-view-of-a-block-shows-the-old-weights", "step.training_deferred:DeferredTraining.step").by(
-        never("are_held"),
+        never("blocks.bound"),
         "tests/session/test_faults_of_blocks.py::test_what_outlives_its_block_shows_what_its_weight_becomes_or_refuses[a view-deferred]",
     ),
     Fault("a-block-that-is-checkpointed-inside-reads-placeholders", "parameters.saved:SavedTensors.around_use").by(
@@ -52,7 +52,7 @@ BLOCKS: tuple[Mutant, ...] = (
     Fault("a-saved-output-holds-itself", "parameters.saved:SavedTensors.around_use").by(
         never("grad_fn"), f"{FILE}::test_a_graph_that_is_let_go_of_is_freed"
     ),
-    Fault("blocks-that-do-not-fit-are-bound-all-the-same", "step.fitting_blocks:FittingBlocks._smaller").by(
+    Fault("blocks-that-do-not-fit-are-bound-all-the-same", "step.forwards:FittingBlocks._smaller").by(
         replace("beyond(...)", "[]"),
         f"{FILE}::test_blocks_that_do_not_fit_are_bound_by_what_is_inside_of_them",
     ),

@@ -103,7 +103,7 @@ FORECASTS: tuple[Mutant, ...] = (
         drop("set_warn_always", nth=1),
         "tests/session/test_trial_runs.py::test_what_torch_warns_of_once_is_left_for_the_step",
     ),
-    Fault("the-copy-of-a-trial-run-waits-for-a-collection-of-everything", "tracing.side_effects:collected_at_once").by(
+    Fault("the-copy-of-a-trial-run-waits-for-a-collection-of-everything", "plan.make:garbage_waits").by(
         drop("disable"), "tests/session/test_trial_runs.py::test_a_trial_run_leaves_no_copy_of_the_model_in_memory"
     ),
     Fault("where-anomalies-are-detected-nothing-is-foreseen", "tracing.trial_values:KnownValues.value_for").by(
@@ -115,7 +115,7 @@ FORECASTS: tuple[Mutant, ...] = (
     Fault("a-step-that-has-run-is-refused", "step.forwards:KnownForwards._as_it_ran").by(
         returns("recorded", nth=2), NAMED
     ),
-    Fault("a-loss-is-foreseen-as-one-number", "tracing.missing:result_of").by(
+    Fault("a-loss-is-foreseen-as-one-number", "tracing.trial_operations:result_of").by(
         never("ndim"),
         "tests/session/test_forecasts.py::test_a_loss_is_foreseen_with_the_memory_that_it_keeps[mse_loss]",
     ),

@@ -26,14 +26,14 @@ OUTSIDE: tuple[Mutant, ...] = (
         drop("if len(self._handler_and_came) > 1: ..."),
         "tests/memory/test_interruptions.py::test_what_has_begun_ends_and_whoever_asked_is_told_then",
     ),
-    Fault("a-work-is-taken-before-its-owner-is-noted", "memory.workers:Workers._next").by(
+    Fault("a-work-is-taken-before-its-owner-is-noted", "memory.thread_lane:Workers._next").by(
         drop("_taken", nth=2), "tests/memory/test_lanes.py::test_a_thread_that_ends_between_two_works_loses_none"
     ),
     Fault("what-ends-a-thread-interrupts-whoever-waits", "memory.thread_lane:_do").by(
         replace("end.set_exception(failure)", "end.set_exception(error)"),
         "tests/memory/test_lanes.py::test_a_work_that_ends_its_thread_is_a_failure_like_any_other",
     ),
-    Fault("a-forecast-depends-on-those-before", "tracing.missing:result_of").by(
+    Fault("a-forecast-depends-on-those-before", "tracing.trial_operations:result_of").by(
         never("func", nth=5),
         "tests/session/test_forecasts.py::test_a_forecast_is_the_same_whatever_was_traced_before[lstm]",
     ),
@@ -74,9 +74,9 @@ OUTSIDE: tuple[Mutant, ...] = (
         never("saved"),
         "tests/session/test_checkpoints.py::test_a_checkpoint_of_another_model_or_other_groups_is_refused_before_anything_has_changed[other groups]",
     ),
-    Fault("larger-shapes-go-by-the-plan-of-smaller-ones", "tracing.signature:Signature.dominates").by(
+    Fault("larger-shapes-go-by-the-plan-of-smaller-ones", "tracing.inputs:Signature.dominates").by(
         replace("ours >= theirs", "ours <= theirs"),
-        "tests/tracing/test_signature.py::test_a_forward_dominates_those_of_smaller_shapes_alone",
+        "tests/tracing/test_inputs.py::test_a_forward_dominates_those_of_smaller_shapes_alone",
     ),
     Fault("bytes-that-cross-a-link-count-twice", "memory.store:ChunkStore._issue").by(
         replace("self.ledger.move(...)", "self.ledger.move(src, tier, 2 * self.state.unit_bytes(ref))"),
@@ -99,7 +99,7 @@ OUTSIDE: tuple[Mutant, ...] = (
         ),
         f"{BOUND}::test_near_the_bound_the_allocator_is_asked_before_the_process_grows_by_much",
     ),
-    Fault("nothing-is-alive-as-a-moment-begins", "plan.recorder:TraceRecorder.trace").by(
+    Fault("nothing-is-alive-as-a-moment-begins", "tracing.live_bytes:TraceRecorder.trace").by(
         assign("live_bytes", "0"),
         "tests/session/test_simulation.py::test_every_model_is_executed_as_simulated_and_as_foreseen[gpt2-fp32]",
     ),
@@ -152,7 +152,7 @@ OUTSIDE: tuple[Mutant, ...] = (
     Fault("what-is-written-unseen-is-not-looked-for-before-state-is-read", "session.parts:Parts.begin_access").by(
         drop("check_watch"), f"{LINE}[train unseen(2) read train unseen(2) forward backward step-bf16-emulated]"
     ),
-    Fault("memory-that-was-written-unseen-and-let-go-is-lost", "parameters.escapes:EscapedMemory.check").by(
+    Fault("memory-that-was-written-unseen-and-let-go-is-lost", "parameters.changes:EscapedMemory.check").by(
         assign("_kept", "[]"), f"{LINE}[memory(2) forward backward step unseen(2) zero free read train-fp16-cpu+disk]"
     ),
     Fault("a-directory-that-cannot-be-written-is-a-lack-of-memory", "session.manage:_assembled").by(

@@ -42,7 +42,7 @@ PLANNING: tuple[Mutant, ...] = (
         without("spare_slots="), f"{OVERLAP}::test_what_makes_room_for_early_transfers_leaves_one_slot_of_eight"
     ),
     Fault("what-has-to-be-there-is-no-room-for-what-comes-early", "plan.make_room:_choose").by(
-        replace("in_use > capacity_slots", "in_use > wanted"),
+        replace("in_use > most", "in_use > wanted"),
         f"{ROOM_TESTS}::test_as_many_as_can_be_where_the_rest_is_needed",
     ),
     Fault("what-the-last-moment-lets-go-is-brought-home-before-it", "plan.make:make_plan").by(
@@ -94,8 +94,8 @@ PLANNING: tuple[Mutant, ...] = (
         without("needed_bytes > worst_bytes"),
         "tests/plan/test_fit.py::test_the_minimum_fits_and_one_byte_less_does_not",
     ),
-    Fault("what-is-used-next-is-evicted-first", "plan.eviction:worth_by_next_use.worth").by(
-        replace("-uses.after(...)", "uses.after(ref, now)"),
+    Fault("what-is-used-next-is-evicted-first", "plan.eviction:Uses.by_next_use").by(
+        replace("-self.after(...)", "self.after(ref, now)"),
         "tests/plan/test_eviction.py::test_next_use_gives_up_what_is_used_furthest_away",
     ),
     Fault("a-host-touch-leaves-the-devices-copy-current", "plan.residency:mark_written").by(

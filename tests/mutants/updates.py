@@ -151,7 +151,7 @@ UPDATES: tuple[Mutant, ...] = (
         returns("used if used < NEVER else self._after.get(ref, NEVER)", nth=2),
         "tests/plan/test_eviction.py::test_a_copy_that_is_written_elsewhere_before_its_next_use_is_worth_nothing",
     ),
-    Fault("of-what-is-leaving-what-was-used-last-goes-first", "plan.eviction:worth_by_next_use.worth").by(
+    Fault("of-what-is-leaving-what-was-used-last-goes-first", "plan.eviction:Uses.by_next_use").by(
         returns("-now - NEVER", nth=1),
         "tests/plan/test_eviction.py::test_of_what_will_be_written_elsewhere_or_goes_down_what_was_used_longest_ago_goes_first",
     ),

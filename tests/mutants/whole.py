@@ -136,12 +136,12 @@ WHOLE: tuple[Mutant, ...] = (
     Fault("a-copy-computes-with-what-was-written", "parameters.whole_parameters:WholeParameters.take_back").by(
         drop("look"), f"{SIXTEEN}::test_a_weight_that_is_widened_shows_what_was_written_until_the_next_forward"
     ),
-    Fault("several-backwards-add-up-in-16-bits", "step.sixteen_bit_gradients:SixteenBitGradients.comes").by(
+    Fault("several-backwards-add-up-in-16-bits", "step.training_deferred:SixteenBitGradients.comes").by(
         drop("_put_in_chunk"), SEVERAL
     ),
-    Fault(
-        "a-part-of-a-gradient-is-added-as-another-backwards", "step.sixteen_bit_gradients:SixteenBitGradients.comes"
-    ).by(drop("raise StateError(...)"), f"{SIXTEEN}::test_parts_that_no_trace_shows_are_refused_in_a_second_backward"),
+    Fault("a-part-of-a-gradient-is-added-as-another-backwards", "step.training_deferred:SixteenBitGradients.comes").by(
+        drop("raise StateError(...)"), f"{SIXTEEN}::test_parts_that_no_trace_shows_are_refused_in_a_second_backward"
+    ),
     Fault("gradients-that-come-in-parts-stay-whole", "tracing.offline:OfflineTracer._why_by_use").by(
         returns("''", nth=2),
         f"{SIXTEEN}::test_gradients_that_come_in_parts_add_up_in_16_bits_first[2-gradients of 16 bits come in parts]",
@@ -149,18 +149,18 @@ WHOLE: tuple[Mutant, ...] = (
     Fault("a-factor-is-rounded-to-16-bits", "step.training_deferred:DeferredTraining.multiply").by(
         drop("put_in_chunks"), CLIPPED
     ),
-    Fault("a-gradient-that-the-model-zeroed-is-used", "step.sixteen_bit_gradients:SixteenBitGradients.take_back").by(
+    Fault("a-gradient-that-the-model-zeroed-is-used", "step.training_deferred:SixteenBitGradients.take_back").by(
         drop("take_back"),
         f"{LINE}[deferred-forward backward step zero(each) read forward backward step zero(each) planned(2) step-fp16-unbounded]",
     ),
-    Fault("half-a-backward-is-taken-for-one", "step.sixteen_bit_gradients:SixteenBitGradients.take_back").by(
+    Fault("half-a-backward-is-taken-for-one", "step.training_deferred:SixteenBitGradients.take_back").by(
         never("not ..."), f"{SIXTEEN}::test_an_exception_in_a_second_backward_leaves_gradients_that_are_to_be_zeroed"
     ),
-    Fault("a-gradient-in-fp32-is-not-rounded", "step.sixteen_bit_gradients:SixteenBitGradients.arrived").by(
+    Fault("a-gradient-in-fp32-is-not-rounded", "step.training_deferred:SixteenBitGradients.arrived").by(
         never("kept.itemsize"),
         f"{LINE}[deferred-grad(0) forward backward grad(0) step grad(0) zero grad(0)-bf16-fp32-unbounded]",
     ),
-    Fault("a-gradient-changed-by-hand-is-rounded", "step.sixteen_bit_gradients:SixteenBitGradients.make_fit").by(
+    Fault("a-gradient-changed-by-hand-is-rounded", "step.training_deferred:SixteenBitGradients.make_fit").by(
         drop("make_fit"),
         f"{LINE}[deferred-forward backward grad(0)*=.5 grad(3)+=.1 step zero forward backward step-bf16-fp32-unbounded]",
     ),

@@ -18,7 +18,7 @@ WHOLE_CHUNKS: tuple[Mutant, ...] = (
         drop("if room < 0: ..."),
         f"{ON_HOST}::test_a_backward_updates_as_many_chunks_on_the_host_as_that_has_room_for_gradients",
     ),
-    Fault("a-place-on-the-host-is-kept-when-its-gradient-is-gone", "memory.unit_bytes:UnitBytes.leave_home").by(
+    Fault("a-place-on-the-host-is-kept-when-its-gradient-is-gone", "memory.store:ChunkStore._leave_home").by(
         drop("remove"), f"{ON_HOST}::test_a_backward_updates_as_many_chunks_on_the_host_as_that_has_room_for_gradients"
     ),
     Fault("what-waits-for-its-update-has-the-room-of-what-must-be-kept", "step.late_planes:LatePlanes.reserve_for").by(
@@ -46,7 +46,7 @@ WHOLE_CHUNKS: tuple[Mutant, ...] = (
         without("state.home.get(...) is state.compute"),
         f"{PLAN}::test_a_gradient_that_must_wait_or_has_a_home_below_is_left_to_the_other_way",
     ),
-    Fault("what-is-held-as-a-gradient-arrives-is-forgotten", "plan.recorder:_only_used").by(
+    Fault("what-is-held-as-a-gradient-arrives-is-forgotten", "tracing.live_bytes:_only_used").by(
         returns("refs"), f"{PLAN}::test_what_somebody_holds_as_its_gradient_updates_it_is_written_down"
     ),
     Fault("gradients-that-have-not-come-are-used-with-the-others", "step.pending_step:PendingStep.pieces").by(

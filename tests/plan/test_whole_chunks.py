@@ -15,11 +15,11 @@ from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan.fit import worst_moment
-from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import update_touches
 from patrickstar.plan.update_choice import UpdateChoice, choose_places
 from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
+from patrickstar.tracing.live_bytes import TraceRecorder
 from tests.plan.builders import PLENTY, SLOT_BYTES, layout_of, legal_plan, some
 
 PLANES = (WEIGHT, EXP_AVG, EXP_AVG_SQ)

@@ -26,9 +26,8 @@ from patrickstar.parameters.blocks import places_in
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.plan.touches import Touches, UseCounts
 from patrickstar.tracing import trial_operations
-from patrickstar.tracing.missing import result_of
 from patrickstar.tracing.offline import OfflineTracer
-from patrickstar.tracing.trial_operations import TrialOperations
+from patrickstar.tracing.trial_operations import TrialOperations, result_of
 from tests.composed import Composed
 
 WIDTH = 16

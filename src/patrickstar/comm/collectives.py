@@ -97,46 +97,26 @@ class Collectives:
     def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Ticket:
         """Has `out` [p * n] get the shards [n] of all ranks, in their order. `shard`: perhaps its place in `out`."""
         assert (out.numel(), out.dtype) == (self._ranks.size * shard.numel(), shard.dtype)
-
-        def act() -> None:
-            self._transport.gather(out, shard)
-            self.sent_bytes += (self._ranks.size - 1) * shard.nbytes
-
-        return self._issue("gather", what, f"{shard.numel()} {shard.dtype}", self._transport.after_now(out.device, act))
+        return _carry(self, "gather", what, shard, lambda: self._transport.gather(out, shard))
 
     def exchange(self, out: torch.Tensor, parts: torch.Tensor, what: str) -> Ticket:
         """Has `out` [p * n] get the pieces of all ranks' `parts` [p * n] that are for this one, in their order."""
         assert (out.numel(), out.dtype) == (parts.numel(), parts.dtype)
-
-        def act() -> None:
-            self._transport.exchange(out, parts)
-            self.sent_bytes += (self._ranks.size - 1) * (parts.nbytes // self._ranks.size)
-
-        return self._issue(
-            "exchange", what, f"{parts.numel()} {parts.dtype}", self._transport.after_now(out.device, act)
-        )
+        own = parts[: parts.numel() // self._ranks.size]
+        return _carry(self, "exchange", what, own, lambda: self._transport.exchange(out, parts))
 
     def reduce(
-        self,
-        out: torch.Tensor,
-        partial: torch.Tensor,
-        received: torch.Tensor,
-        what: str,
-        *,
-        flags: bytearray | None = None,
+        self, out: torch.Tensor, partial: torch.Tensor, into: torch.Tensor, what: str, *, flags: bytearray | None = None
     ) -> Ticket:
         """Has `out` [n], in fp32, be f(1/n) * (((g0 + g1) + g2) + ...), of the pieces of all ranks' `partial` [p * n] that are this rank's.
 
         Args:
-            received: to receive into: as `partial`, whose type travels. flags: each byte becomes the bitwise or of those of all ranks.
+            into: to receive into: as `partial`, whose type travels. flags: each byte becomes the bitwise or of those of all ranks.
         """
         size = self._ranks.size
         assert out.dtype is torch.float32
-        assert (
-            (partial.numel(), partial.dtype)
-            == (received.numel(), received.dtype)
-            == (size * out.numel(), partial.dtype)
-        )
+        assert partial.numel() == into.numel() == size * out.numel()
+        assert partial.dtype is into.dtype
 
         def act() -> None:
             works = []
@@ -144,15 +124,13 @@ class Collectives:
                 mine = torch.frombuffer(flags, dtype=torch.uint8)
                 of_all = mine.new_empty(size, len(flags))
                 works.append(all_gather(self._ranks.group, as_bytes(of_all), mine))
-            self._transport.exchange(received, partial, works)
-            self.sent_bytes += (size - 1) * out.numel() * partial.element_size()
-            sum_in_rank_order(out, received.view(size, -1), averaged=self._ranks.averaged)
+            self._transport.exchange(into, partial, works)
+            sum_in_rank_order(out, into.view(size, -1), averaged=self._ranks.averaged)
             if flags is not None:
                 for theirs in of_all:
                     mine.bitwise_or_(theirs)
 
-        detail = f"{out.numel()} {partial.dtype}, {len(flags or ())} flags"
-        return self._issue("reduce", what, detail, self._transport.after_now(out.device, act))
+        return _carry(self, "reduce", what, partial[: out.numel()], act, also=f", {len(flags or ())} flags")
 
     def agree(self, value: _T, what: str, *, within_s: float = math.inf) -> list[_T]:
         """The values of all ranks, in their order, by pickle; waits for them, and no longer than so: all calls of all ranks fail then."""
@@ -266,12 +244,10 @@ class Collectives:
             return
         ranks_of = {row: [rank for rank, theirs in enumerate(rows) if theirs == row] for row in dict.fromkeys(rows)}
         texts = {row: row[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace") for row in ranks_of}
-        said = some(
-            [f"{self._ranks.names(ranks_of[row])}: {text}" for row, text in texts.items()], most=8, separator="; "
-        )
+        said = [f"{self._ranks.names(ranks_of[row])}: {text}" for row, text in texts.items()]
         most = max(ranks_of, key=lambda row: len(ranks_of[row]))  # the first of those
         reason = (
-            f"ranks were about to do different things, and nothing was exchanged: {said}. All ranks call"
+            f"ranks were about to do different things, and nothing was exchanged: {some(said, most=8, separator='; ')}. All ranks call"
             " the same modules, in the same order, for as many batches"
         )
         odd = [rank for row, ranks in ranks_of.items() if row != most for rank in ranks]
@@ -285,11 +261,7 @@ class Collectives:
         return [theirs.numpy().tobytes() for theirs in rows]
 
     def _finish(self, *works: dist.Work) -> None:
-        """Returns when works of torch have ended.
-
-        Raises:
-            RankError: they will not, or have not ended well; or it takes too long.
-        """
+        """Returns when works of torch have ended. RankError: they will not, or have not ended well; or it takes too long."""
         number = self._watch.position.number
         patience, pause = Patience(self._timeout_s), _SHORTEST_PAUSE_S
         try:
@@ -331,6 +303,17 @@ class Collectives:
         error = self._watch.failure_of(sys.maxsize)
         assert error is not None
         return error
+
+
+def _carry(by: Collectives, kind: str, what: str, sent: torch.Tensor, move: Task, *, also: str = "") -> Ticket:
+    """Issues a collective of data. `sent`: as much as each rank gets of each other. `also`: what else must be alike."""
+
+    def act() -> None:
+        move()
+        by.sent_bytes += (by.ranks.size - 1) * sent.nbytes
+
+    act_there = by._transport.after_now(sent.device, act)
+    return by._issue(kind, what, f"{sent.numel()} {sent.dtype}{also}", act_there)
 
 
 def sum_in_rank_order(out: torch.Tensor, pieces: torch.Tensor, *, averaged: int) -> None:

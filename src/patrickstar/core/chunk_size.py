@@ -9,6 +9,7 @@ for what each takes of the host.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import groupby
@@ -65,7 +66,10 @@ def search_chunk_numel(specs: Sequence[TensorSpec], *, granule_numel: int = 0, r
     if target < granule_numel:
         return grain
     if ranks > 1:  # each chunk is exchanged by itself, which takes as long as some hundred thousand elements of it
-        largest = max(_block_numels(specs), default=numel)
+        blocks = Counter[str]()
+        for spec in specs:
+            blocks[spec.block] += aligned(spec.numel)
+        largest = max((size for block, size in blocks.items() if block), default=numel)
         target = min(max(ranks * target, largest // _CHUNKS_OF_A_BLOCK), largest)
     aim = whole_grains(target, grain=grain)
     limit = PADDING_LIMIT if numel >= _LIMITED_FROM and not granule_numel and ranks == 1 else 1.0
@@ -90,13 +94,6 @@ def search_chunk_numel(specs: Sequence[TensorSpec], *, granule_numel: int = 0, r
         if padding(sparest) < limit:
             return sparest
     return sparest
-
-
-def _block_numels(specs: Sequence[TensorSpec]) -> Iterator[int]:
-    """Elements of each block."""
-    for block, found in groupby(sorted(specs, key=lambda spec: spec.block), key=lambda spec: spec.block):
-        if block:
-            yield sum(aligned(spec.numel) for spec in found)
 
 
 def target_numel(numel: int, *, in_granules: bool = False) -> int:

@@ -35,7 +35,7 @@ class FixedCosts:
     def room_bytes(self) -> int:
         """Bytes that chunks and activations may take of the budget that was given."""
         if self.given_bytes < self.floor_bytes:
-            return min(self.given_bytes, self._most_below)
+            return min(self.given_bytes, _without(self.floor_bytes))
         return _without(self.given_bytes) if self.floor_bytes else self.given_bytes
 
     @property
@@ -45,14 +45,9 @@ class FixedCosts:
 
     def beside(self, need_bytes: int) -> int:
         """Bytes on top of a need, in the smallest budget in which chunks and activations may take so much."""
-        if not self.floor_bytes or need_bytes <= self._most_below:
+        if not self.floor_bytes or need_bytes <= _without(self.floor_bytes):
             return 0
         return CONSTANT_BYTES + -(-need_bytes * _PERCENT // 100)
-
-    @property
-    def _most_below(self) -> int:
-        """Room of chunks and activations at the floor, and so at most below it."""
-        return _without(self.floor_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ class PlaneFormat:
 
 
 _FP32: Final = PlaneFormat("float32", 4)
+_FP32_PLANES: Final = MappingProxyType(dict.fromkeys((WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ), _FP32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,18 +91,14 @@ class Formats:
                 yield ref
 
 
-def _fp32_planes() -> dict[str, PlaneFormat]:
-    return dict.fromkeys((WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ), _FP32)
-
-
+@dataclass(slots=True, eq=False)
 class SessionFormats:
     """The formats of one session, which has others once it turns out to need more. `now`: those that hold now."""
 
-    def __init__(self, formats: Formats) -> None:
-        self.now = formats
+    now: Formats
 
 
-FP32: Final = Formats(planes=_fp32_planes(), whole=_fp32_planes())
+FP32: Final = Formats(planes=_FP32_PLANES, whole=_FP32_PLANES)
 """All of it in fp32."""
 
 
@@ -114,7 +111,7 @@ def bf16_formats(*, gradient: str = "bfloat16") -> Formats:
         EXP_AVG: _FP32,
         EXP_AVG_SQ: _FP32,
     }
-    return Formats(planes=split, whole=_fp32_planes(), frozen=split[WEIGHT])
+    return Formats(planes=split, whole=_FP32_PLANES, frozen=split[WEIGHT])
 
 
 def fp16_formats(*, is_split: bool, gradient: str = "float16") -> Formats:
@@ -126,8 +123,5 @@ def fp16_formats(*, is_split: bool, gradient: str = "float16") -> Formats:
     """
     narrow = PlaneFormat("float16", 2)
     kept = {WEIGHT: narrow, REST: PlaneFormat("int32", 4)} if is_split else {WEIGHT: _FP32}
-    return Formats(
-        planes={**_fp32_planes(), **kept, GRAD: narrow if gradient == "float16" else _FP32},
-        whole=_fp32_planes(),
-        frozen=narrow,
-    )
+    planes = {**_FP32_PLANES, **kept, GRAD: narrow if gradient == "float16" else _FP32}
+    return Formats(planes=planes, whole=_FP32_PLANES, frozen=narrow)

@@ -105,16 +105,12 @@ class Piece(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Chunks from `head` on, of tensors that stay fp32 whole or do not, are trained or are not, and are of one block."""
+    """Chunks from `head` on, and the kind of their tensors, in the order of `TensorSpec.kind`."""
 
     head: int
     whole: bool = False
     frozen: bool = False
     block: str = ""
-
-    def kind(self) -> tuple[bool, bool, str]:
-        """The kind of the group's tensors, in the order of `TensorSpec.kind`."""
-        return self.whole, self.frozen, self.block
 
     def __str__(self) -> str:
         words = {self.block: bool(self.block), "fp32 whole": self.whole, "frozen": self.frozen}
@@ -149,9 +145,8 @@ class Layout:
         }
         object.__setattr__(self, "_labels", labels)
         parts = {name: tuple(_parts_of(self.tiles(name), self.chunk_numel)) for name in self.slices}
-        parts |= {
-            label: tuple(_parts_of([tile], self.chunk_numel, tile.tensor_start)) for label, (_, tile) in labels.items()
-        }
+        for label, (_, tile) in labels.items():
+            parts[label] = tuple(_parts_of([tile], self.chunk_numel, tile.tensor_start))
         object.__setattr__(self, "_parts", parts)
         object.__setattr__(self, "_run_of", tuple(run for run in self.runs for _ in range(run.length)))
         object.__setattr__(self, "has_frozen", any(group.frozen for group in self.groups))
@@ -306,7 +301,7 @@ def build_layout(specs: Sequence[TensorSpec], *, chunk_numel: int) -> Layout:
         tiles: list[Tile] = []
         for numel in spec.tiles():
             space = aligned(numel)
-            opens_group = not groups or groups[-1].kind() != spec.kind()
+            opens_group = not groups or groups[-1][1:] != spec.kind()
             if opens_group or used + space > length * chunk_numel:
                 if names if opens_group else used:
                     runs.append(Run(head, length, tuple(names)))

@@ -34,9 +34,8 @@ class Ledger:
 
     def remove(self, tier: Tier, nbytes: int) -> None:
         """A slot of the tier is given back."""
-        assert 0 <= nbytes <= self._chunks[tier], (
-            f"{nbytes} bytes leave the {tier.label}, which has {self._chunks[tier]}"
-        )
+        has = self._chunks[tier]
+        assert 0 <= nbytes <= has, f"{nbytes} bytes leave the {tier.label}, which has {has}"
         self._chunks[tier] -= nbytes
 
     def move(self, src: Tier, dst: Tier, nbytes: int) -> None:

@@ -98,11 +98,7 @@ class ShardLayout(Layout):
 
 
 def shard_of(layout: Layout, rank: int, size: int) -> ShardLayout:
-    """The layout of what one of so many ranks keeps.
-
-    Raises:
-        LayoutError: there is no such rank, chunks cannot be cut evenly, or tensors are in tiles.
-    """
+    """The layout of what one of so many ranks keeps. LayoutError: there is no such rank, chunks cannot be cut evenly, or tensors are in tiles."""
     if not 0 <= rank < size:
         raise LayoutError(f"rank {rank} of {size}")
     if layout.chunk_numel % size:
@@ -112,8 +108,6 @@ def shard_of(layout: Layout, rank: int, size: int) -> ShardLayout:
         )
     if any(place.tiles for place in layout.slices.values()):
         raise LayoutError("tensors in tiles cannot be cut over ranks: leave Options(tile_rows=) out")
-    runs = tuple(
-        Run(chunk, 1, tuple(piece.name for piece in layout.tensors_in(chunk))) for chunk in range(layout.n_chunks)
-    )
+    runs = tuple(Run(chunk, 1, tuple(one.name for one in layout.tensors_in(chunk))) for chunk in range(layout.n_chunks))
     slices = {name: Slice(name, place.chunk, 0, place.numel) for name, place in layout.slices.items()}
     return ShardLayout(layout.chunk_numel // size, runs, slices, layout.groups, whole=layout, rank=rank, size=size)

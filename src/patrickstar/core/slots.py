@@ -67,17 +67,12 @@ class SlotMap:
 
     def give(self, first: int, n: int = 1) -> None:
         """`n` slots from `first` on are free again, and stay warm."""
-        if n == 1 and first >= 0:
-            assert self._state[first] == _USED, f"slot {first} is given back but not in use"
-            self._state[first] = _WARM
-            self._warm[first] = None
-        else:
-            span = slice(first, first + n)
-            assert first >= 0, f"slot {first} is no slot"
-            assert n > 0, f"{n} slots are given back"
-            assert self._state[span] == bytes([_USED]) * n, f"slots {first} to {first + n - 1} are not all in use"
-            self._state[span] = bytes([_WARM]) * n
-            self._warm.update(dict.fromkeys(reversed(range(first, first + n))))  # its head is what (5) speaks of
+        assert first >= 0, f"slot {first} is no slot"
+        assert n > 0, f"{n} slots are given back"
+        span = slice(first, first + n)
+        assert self._state[span] == bytes([_USED]) * n, f"slots {first} to {first + n - 1} are not all in use"
+        self._state[span] = bytes([_WARM]) * n
+        self._warm.update(dict.fromkeys(reversed(range(first, first + n))))  # its head is what (5) speaks of
         self.in_use -= n
         self._last_given = (first, n)
 

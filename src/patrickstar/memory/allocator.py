@@ -101,9 +101,8 @@ def set_glibc_thresholds() -> bool:
     """
     if allocator().name != "glibc":
         return False
-    options = ((_M_MMAP_THRESHOLD, _THRESHOLD_BYTES), (_M_TRIM_THRESHOLD, _THRESHOLD_BYTES), (_M_TOP_PAD, 0))
-    taken = [_process.mallopt(option, value) == 1 for option, value in options]
-    return all(taken)
+    options = {_M_MMAP_THRESHOLD: _THRESHOLD_BYTES, _M_TRIM_THRESHOLD: _THRESHOLD_BYTES, _M_TOP_PAD: 0}
+    return min(_process.mallopt(option, value) for option, value in options.items()) == 1
 
 
 def fill_holes() -> int:
@@ -165,7 +164,7 @@ def _can_decommit() -> bool:
 
 
 def _decommits() -> bool:
-    if not hasattr(_process, "MallocExtension_GetNumericProperty"):
+    if not _can_decommit():
         return False
     value = ctypes.c_size_t(0)
     return bool(_process.MallocExtension_GetNumericProperty(_DECOMMIT, ctypes.byref(value)) and value.value)

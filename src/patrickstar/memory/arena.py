@@ -60,8 +60,6 @@ class Arena:
         """Raises StateError where the memory cannot be used: it has been let go of, or belongs to another process."""
         self._space.expect_open()
 
-    # slots
-
     def take(self, n: int = 1, *, max_committed_slots: int | None = None) -> int:
         """The first of `n` adjacent free slots, now in use. The bytes in such slots are whatever was left there.
 
@@ -155,8 +153,6 @@ class Arena:
         """Bytes of `n` slots that have no pages yet."""
         return self._space.absent_bytes(*self._place(first, n))
 
-    # bytes
-
     def filling(self, first: int, n: int, *, poison: bool = False) -> Task:
         """A work: fills `n` slots with zeros; with `poison` every byte becomes 0xFF, so that a late reader is found out."""
         at, nbytes = self._place(first, n)
@@ -199,7 +195,6 @@ class Arena:
         self._space.close(kept)
 
     def _place(self, first: int, n: int) -> tuple[int, int]:
-        """Offset and bytes of `n` slots."""
         if first < 0 or n < 1 or first + n > self.virtual_slots:
             raise IndexError(f"slots {first} to {first + n - 1} of an arena of {self.virtual_slots}")
         return first * self.slot_bytes, n * self.slot_bytes

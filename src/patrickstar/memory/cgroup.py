@@ -10,10 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class MemoryGroup:
-    """A control group with a memory limit.
-
-    `used_bytes` leaves out file pages not used of late: the kernel drops them before it refuses memory.
-    """
+    """A control group with a memory limit. `used_bytes` leaves out file pages not used of late: the kernel drops them before it refuses memory."""
 
     directory: Path
     limit_bytes: int

@@ -80,8 +80,7 @@ class DiskPool:
         self.nbytes = 0
         self._io = io or FileIO()
 
-        self._nbytes: dict[PlaneRef, int] = {}
-        self._file_of: dict[PlaneRef, _File] = {}
+        self._placed: dict[PlaneRef, tuple[_File, int]] = {}  # and bytes
         self._extents: dict[PlaneRef, Extent] = {}
         self._prepared: dict[PlaneRef, tuple[_File, int]] = {}
         self._files: dict[Path, int] = {}
@@ -106,7 +105,7 @@ class DiskPool:
             BudgetError: the units take more than is left of the budget. DeviceError: the directory has not that much space. Nothing has
                 changed then.
         """
-        replaced = sum(self._nbytes.get(ref, 0) for ref in units)
+        replaced = sum(self._placed[ref][1] for ref in units if ref in self._placed)
         self.nbytes += sum(units.values()) - replaced
         files, made = set(self._files), dict[PlaneRef, tuple[_File, int]]()
         try:
@@ -123,10 +122,10 @@ class DiskPool:
 
     def take(self, ref: PlaneRef) -> None:
         """Moves a unit to the place that `add` made for it; its bytes are lost. Files in which nothing lies any more go."""
-        self._file_of[ref], self._nbytes[ref] = self._prepared.pop(ref)
+        self._placed[ref] = self._prepared.pop(ref)
         self._extents.pop(ref, None)
         if not self._prepared:
-            used = {file.path for file in self._file_of.values()}
+            used = {file.path for file, _ in self._placed.values()}
             _remove_files(self._io, self._files, os.getpid(), keep=used)
 
     def extent(self, ref: PlaneRef) -> Extent:
@@ -134,7 +133,7 @@ class DiskPool:
         if not self._cleanup.alive:
             raise StateError(f"the disk pool in {self.directory} is closed")
         if ref not in self._extents:
-            file, nbytes = self._file_of[ref], self._nbytes[ref]
+            file, nbytes = self._placed[ref]
             self._extents[ref] = Extent(file.path, file.fd, file.end, nbytes)
             file.end += nbytes
         return self._extents[ref]
@@ -167,7 +166,7 @@ class DiskPool:
                 smallest_bytes=self.nbytes,
             )
         free = free_bytes(self.directory)
-        wanted = self.nbytes - sum(self._nbytes.values())
+        wanted = self.nbytes - sum(nbytes for _, nbytes in self._placed.values())
         if wanted > free:
             raise DeviceError(
                 f"disk={self.directory}: {format_bytes(wanted)} of model states are offloaded to it, {format_bytes(free)} are "

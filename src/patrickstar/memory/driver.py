@@ -166,10 +166,8 @@ class DeviceAddresses:
         self._pieces[at] = memory
         memory.places += 1
         access = _Access(_Location(_ON_DEVICE, self._device), _READ_AND_WRITE)
-        _expect(
-            _call("cuMemSetAccess", address, size, ctypes.byref(access), ctypes.c_size_t(1)),
-            "memory of the device cannot be used",
-        )
+        allowed = _call("cuMemSetAccess", address, size, ctypes.byref(access), ctypes.c_size_t(1))
+        _expect(allowed, "memory of the device cannot be used")
 
     def _no_memory(self, nbytes: int) -> str:
         free, total = torch.accelerator.get_memory_info(self._device)
@@ -195,8 +193,6 @@ class DeviceAddresses:
         for at in list(self._pieces):
             self.unmap(at)
         if self.nbytes:
-            _expect(
-                _call("cuMemAddressFree", _Address(self.start), ctypes.c_size_t(self.nbytes)),
-                "addresses of the device cannot be given back",
-            )
+            freed = _call("cuMemAddressFree", _Address(self.start), ctypes.c_size_t(self.nbytes))
+            _expect(freed, "addresses of the device cannot be given back")
             self.nbytes = 0

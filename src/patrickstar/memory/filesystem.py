@@ -18,11 +18,7 @@ _PROBE_BYTES: Final = 4096
 
 
 def prepare_directory(directory: Path) -> None:
-    """Makes the directory if it is not there and its parent is.
-
-    Raises:
-        DeviceError: no parent, not a directory, or nothing can be written there.
-    """
+    """Makes the directory if it is not there and its parent is. DeviceError: no parent, not a directory, or nothing can be written there."""
     _place(directory)
     with reported(f"{_argument(directory)}: cannot be made"):
         directory.mkdir(exist_ok=True)

@@ -141,9 +141,8 @@ class Leases:
         if storage is None or dtype is None:
             return None
         with NotInference():
-            return torch.empty(0, dtype=dtype, device=device).set_(
-                storage, 0, (storage.nbytes() // dtype.itemsize,), (1,)
-            )
+            numel = storage.nbytes() // dtype.itemsize
+            return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
 
     def copy_written(self, key: CopyKey, tensor: torch.Tensor) -> None:
         """Notes that what is held in the stead of a slot has been written on the current stream: uses on others come after that."""

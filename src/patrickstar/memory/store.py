@@ -109,7 +109,7 @@ class ChunkStore:
             StateError: the store is of another process, whose transfers nobody here can wait for.
         """
         if os.getpid() != self._process:
-            self.units.expect_open()
+            self.units.arenas[self._compute].expect_open()
         # `isinstance`, without a function of Python's.
         for waits, group in groupby(actions, key=Wait.__instancecheck__):
             # Nobody waits in between: what is moved, and what is noted of it, belong together.
@@ -164,7 +164,6 @@ class ChunkStore:
             residency.apply(self.state, issue)
 
     def _note(self, over: Sequence[Issue]) -> None:
-        """Notes that works have been waited for."""
         with InterruptionsPutOff():
             residency.finish(self.state, over)
             for issue in over:
@@ -178,10 +177,8 @@ class ChunkStore:
         except Exception as error:
             if issue.src is None:
                 raise
-            _, ref, tier = issue.work
-            this = (
-                f"{ref} on its way from the {issue.src.label} to the {tier.label}, issued at {self.works.during(issue)}"
-            )
+            (_, ref, tier), during = issue.work, self.works.during(issue)
+            this = f"{ref} on its way from the {issue.src.label} to the {tier.label}, issued at {during}"
             if isinstance(error, DeviceFailureError):
                 raise located(error, this) from error
             raise DeviceError(f"{error}\n  this was {this}") from error
@@ -260,7 +257,8 @@ class ChunkStore:
         home = self.state.home[ref]
         if home is not Tier.DISK and self.units.has_slots(ref, home):
             self._give(ref, home, self.state.slots[ref])
-        self.units.leave_home(ref)
+        if home is not self._compute:
+            self.ledger.remove(home, self.state.unit_bytes(ref))
 
     def _give(self, ref: PlaneRef, tier: Tier, slots: int) -> None:
         if tier is self._compute:

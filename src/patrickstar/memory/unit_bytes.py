@@ -47,8 +47,6 @@ class UnitBytes:
         self._inherited: set[PlaneRef] = set()
         self.slots_here: Mapping[PlaneRef, int] = self._at[self._compute]
 
-    # slots
-
     def has_slots(self, ref: PlaneRef, tier: Tier) -> bool:
         """Tells whether a unit has slots on a tier that is memory, those in which it rests included."""
         return ref in self._at[tier]
@@ -87,10 +85,6 @@ class UnitBytes:
             self.arenas[self._compute].trim(self.limit_slots)
             self.committed_slots = self.arenas[self._compute].committed_slots
 
-    def expect_open(self) -> None:
-        """Raises StateError where the memory cannot be used: it has been let go of, or belongs to another process."""
-        self.arenas[self._compute].expect_open()
-
     def close(self, kept: Collection[torch.UntypedStorage]) -> None:
         """Gives everything back. `kept`: the storages over slots of the compute tier that somebody still has."""
         with ExitStack() as ends:  # each is closed, whatever another raises
@@ -98,8 +92,6 @@ class UnitBytes:
                 ends.callback(self.disk.close)
             for tier, arena in self.arenas.items():
                 ends.callback(arena.close, kept if tier is self._compute else ())
-
-    # homes that come later
 
     def prepare(self, homes: Mapping[PlaneRef, Tier], slots: Mapping[PlaneRef, int]) -> None:
         """Sets aside on the disk what `rest` will need. DeviceError, BudgetError: the disk has no room; nothing has changed then."""
@@ -113,13 +105,6 @@ class UnitBytes:
             self.ledger.add(tier, slots * self.state.slot_bytes)
         if tier is Tier.DISK:
             self._pool().take(ref)
-
-    def leave_home(self, ref: PlaneRef) -> None:
-        """Has a unit rest nowhere: it has no slots any more."""
-        if self.state.home[ref] is not self._compute:
-            self.ledger.remove(self.state.home[ref], self.state.unit_bytes(ref))
-
-    # bytes
 
     def wrapping(self, ref: PlaneRef, tier: Tier, part: slice | None = None) -> Callable[[], Tensor]:
         """A function that gives a unit's slots, or some of its elements, as a 1-D tensor over a fresh storage."""

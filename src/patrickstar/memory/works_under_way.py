@@ -1,6 +1,6 @@
 """Works under way: the lane that does each, its ticket, and what it comes after.
 
-Each work comes after those that it depends on, by the table of `plan/works.py`: what is written comes after the fences of its slots, and after
+Each work comes after those that it depends on, by the table of `plan/actions.py`: what is written comes after the fences of its slots, and after
 what still uses them, what is read after what writes it. What is created has no wait: whoever uses it first waits for its zeros.
 """
 
@@ -21,8 +21,7 @@ from patrickstar.memory.links import MakeLane
 from patrickstar.memory.readiness import Readiness
 from patrickstar.memory.unit_bytes import UnitBytes
 from patrickstar.plan import residency
-from patrickstar.plan.actions import Issue, Work, WorkKind
-from patrickstar.plan.works import reads, writes
+from patrickstar.plan.actions import Issue, Work, WorkKind, reads, writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,6 @@ class WorksUnderWay:
             self._note_places(issue, ticket)
 
     def _note_places(self, issue: Issue, ticket: Ticket) -> None:
-        """Notes what a work reads and writes, for what comes after it on a device."""
         kind, _, tier = issue.work
         for place in reads(issue, self._state.home):
             self._readiness.read(place[:2], ticket)

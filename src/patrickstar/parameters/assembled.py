@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -70,16 +71,15 @@ class AssembledTensors:
         tensors: by key, of what is kept and was asked for.
     """
 
-    def __init__(
-        self, access: WeightAccess, assembled_class: type[Tensor], *, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, access: WeightAccess, assembled_class: type[Tensor], *, device: torch.device | None) -> None:
         self._device = device
         self._owner = access.owner
         self._leases = access.leases
         self._lock = access.lock
         self._class = assembled_class
 
-        self._nans: dict[torch.dtype, Tensor] = {}
+        # One for all: on a device a number takes 512 bytes.
+        self._nan = cache(partial(placeholder, device=device))
         self.tensors: dict[AssembledKey, Tensor] = {}
         self._known: dict[int, tuple[weakref.ref[Tensor], AssembledRecord]] = {}
 
@@ -103,12 +103,6 @@ class AssembledTensors:
             made.data = source.standin  # not made of it: all would have one version counter
         return self._dress(made, source)
 
-    def _nan(self, dtype: torch.dtype) -> Tensor:
-        # One for all: on a device a number takes 512 bytes.
-        if dtype not in self._nans:
-            self._nans[dtype] = placeholder(dtype, self._device)
-        return self._nans[dtype]
-
     def _dress(self, tensor: Tensor, source: AssembledValue) -> Tensor:
         number, known = id(tensor), self._known
         reference = weakref.ref(tensor, lambda _: known.pop(number, None))
@@ -119,8 +113,6 @@ class AssembledTensors:
     def of(self, tensor: object) -> AssembledRecord | None:
         """The record of an assembled tensor; None for any other object."""
         return self._known[id(tensor)][1] if type(tensor) is self._class else None
-
-    # what is no use
 
     def answer(
         self, func: Callable[..., Any], of: AssembledRecord, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -167,8 +159,6 @@ class AssembledTensors:
         _expect_there(record.source)
         return record.source.key == key
 
-    # one use
-
     @contextmanager
     def using(self, records: Sequence[AssembledRecord], func: Callable[..., Any], first: object) -> Iterator[None]:
         """Gives tensors their bytes, all at once, and takes these away again; tensors that were changed are written back.
@@ -196,10 +186,9 @@ class AssembledTensors:
         finally:
             with self._lock:
                 try:
-                    changed = [
-                        of for of, version in zip(records, versions, strict=True) if of.tensor()._version != version
-                    ]
-                    wholly = func.__name__ in _OVERWRITES and len(changed) == 1 and self._is_first(changed[0], first)
+                    changed = [of for of, was in zip(records, versions, strict=True) if of.tensor()._version != was]
+                    head = first[0] if isinstance(first, list | tuple) and first else first
+                    wholly = func.__name__ in _OVERWRITES and len(changed) == 1 and self.of(head) is changed[0]
                     for key in dict.fromkeys(of.source.key for of in changed if not of.source.gone):
                         self._owner.assembled_changed(key, wholly=wholly)
                 finally:
@@ -207,11 +196,6 @@ class AssembledTensors:
                         of.depth -= 1
                         if not of.depth:
                             of.tensor().data = of.source.standin
-
-    def _is_first(self, of: AssembledRecord, first: object) -> bool:
-        if isinstance(first, list | tuple):
-            first = first[0]
-        return self.of(first) is of
 
     def expect_room(self, records: Sequence[AssembledRecord]) -> None:
         """Raises BudgetError where there is no room for one of these tensors, alone: before the first of many is changed."""
@@ -223,8 +207,6 @@ class AssembledTensors:
     def lasting(self, tensor: Tensor) -> Tensor:
         """A tensor that autograd may keep of one in use: of an assembled tensor, an alias that keeps its bytes."""
         return tensor.detach() if type(tensor) is self._class else tensor
-
-    # changes where it lies
 
     def __iter__(self) -> Iterator[AssembledKey]:
         """Keys of all that somebody has a tensor of."""

@@ -17,9 +17,8 @@ from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.functions import ESCAPES, HOOKS, NEEDS_NO_DATA, REPOINTS, SHAPE_ONLY, accessor
 from patrickstar.parameters.gradient_access import GradientAccess
 from patrickstar.parameters.tiles import NOT_ONE_TENSOR
-from patrickstar.parameters.transforms import expect_no_transform
+from patrickstar.parameters.transforms import expect_no_transform, expect_no_wrapper
 from patrickstar.parameters.weight_access import WeightAccess
-from patrickstar.parameters.wrappers import expect_no_wrapper
 from patrickstar.torch_private import backward_id, is_being_compiled
 
 

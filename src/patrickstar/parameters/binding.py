@@ -134,12 +134,12 @@ class Binding:
         self.changes = Changes(self.access, self.assembled, self._owners_of, rewriting)
         self.gradients = GradientAccess(self.access, self.assembled, gradients, by_id, narrow=rewriting is not None)
         self.whole = WholeParameters(
-            self.access,
-            self.gradients,
-            self.changes,
-            self._bound,
+            access=self.access,
+            gradients=self.gradients,
+            changes=self.changes,
+            by_use=self._bound,
             parameter_class=self.parameter_class,
-            device=device,
+            device=device or torch.device("cpu"),
         )
         if whole:
             self.gradients.stay_put()
@@ -148,8 +148,6 @@ class Binding:
         )
         self._detached = DetachedAliases(self._detached_class)
         self._attributes = Attributes(self._bound, self.access, self.gradients, self._detached)
-
-    # binding and releasing
 
     def let_go(self) -> None:
         """Turns parameters into placeholders, which are bound by use from now on. Gradients that they have stay the user's own."""
@@ -205,11 +203,8 @@ class Binding:
 
     def taken_bytes(self) -> int:
         """Bytes of the budget that the user has taken: gradients of the user's own, unless all are, and whole tensors put together."""
-        return (
-            (0 if self.is_whole else self.gradients.taken_bytes()) + self.leases.assembled_bytes() + self.kept_bytes()
-        )
-
-    # one use
+        own = 0 if self.is_whole else self.gradients.taken_bytes()
+        return own + self.leases.assembled_bytes() + self.kept_bytes()
 
     def handle(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], foreign: Sequence[Any] = ()
@@ -372,7 +367,6 @@ class Binding:
             self.access.leave(found.parameters)
 
     def _owners_of(self, value: Any) -> list[BoundParameter]:
-        """The parameters whose bytes these tensors are."""
         found = self._found(value)
         places = [self.access.find(alias) for alias in found.aliases]
         owners = [self._bound[id(place[2])] for place in places if place is not None]

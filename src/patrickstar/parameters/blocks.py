@@ -26,13 +26,13 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from patrickstar.core.planes import WEIGHT
 from patrickstar.core.trace import Touch
 from patrickstar.errors import BudgetError, StateError
 from patrickstar.hooks import Watched, is_called_by_compiled, watch_calls
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.call_order import CallOrder
+from patrickstar.parameters.changes import WatchedUse
 from patrickstar.parameters.transforms import is_compiled, tensors_in
 from patrickstar.torch_private import (
     Plain,
@@ -189,8 +189,6 @@ class Blocks:
         self._watched.clear()
         self._blocks.clear()
 
-    # calls
-
     def call(self, module: nn.Module, run: Callable[[], _Result]) -> _Result:
         """The result of a call of a module that is watched."""
         block = self._blocks.get(id(module))
@@ -205,9 +203,8 @@ class Blocks:
         if nodes and backward_id() == -1:
             self._order.await_backward(block.path, first_node)
         for node in nodes:
-            node.register_prehook(
-                partial(_begins, weakref.WeakMethod(self._order.begin_backward), block.path, first_node)
-            )
+            begin = weakref.WeakMethod(self._order.begin_backward)
+            node.register_prehook(partial(_begins, begin, block.path, first_node))
         return result
 
     def _call(self, block: Block, module: nn.Module, run: Callable[[], _Result]) -> _Result:
@@ -223,8 +220,9 @@ class Blocks:
                 raise
             return run()  # there is no room for all at once: by use
         changes = self._binding.changes
-        watched = changes.watch_call(type(module).__name__, [bound.tensor() for bound in block.records])
-        memory = [bound.tensor().untyped_storage()._cdata for bound in block.records]
+        tensors = [bound.tensor() for bound in block.records]
+        watched = WatchedUse(type(module).__name__, tensors, [tensor._version for tensor in tensors], {})
+        memory = [tensor.untyped_storage()._cdata for tensor in tensors]
         first_node = next_sequence_number()
         try:
             saves = self._binding.saved.around_use(of_block=True) if torch.is_grad_enabled() else nullcontext()
@@ -244,7 +242,6 @@ class Blocks:
                     self._leave(block)
 
     def _expect_same(self, block: Block, memory: Sequence[int]) -> None:
-        """Raises NotInBlocksError where a parameter has other memory than before."""
         for bound, before in zip(block.records, memory, strict=True):
             if bound.tensor().untyped_storage()._cdata != before:
                 raise NotInBlocksError(
@@ -281,8 +278,6 @@ class Blocks:
             if not _is_container(block.module):
                 self._access.leave(block.records)
 
-    # backwards
-
     def backward_begins(self, block: Block) -> None:
         """Opens a block, whose backward begins."""
         if block.path in self.bound:
@@ -309,10 +304,6 @@ class Blocks:
             if left.tensor().requires_grad:
                 return
         self._access.close()
-
-    def are_held(self) -> bool:
-        """Tells whether something holds weights: perhaps a view of one that has outlived its block."""
-        return any(ref.plane == WEIGHT for ref in self._access.leases.held())
 
 
 def _begins(begin_backward: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:

@@ -136,6 +136,8 @@ def make_records(
         if dtype not in nans:
             nans[dtype] = placeholder(dtype, device or parameter.device)
         tiles = _tiles(name, parameter, layout, nan=nans[dtype], is_copied=name in copied)
+        shape = parameter.shape
+        stride = contiguous_strides(shape) if tiles else dense_strides(shape, parameter.stride())
         records[name] = BoundParameter(
             name,
             name,
@@ -143,13 +145,8 @@ def make_records(
             parameter,
             layout.weight_units(name),
             shards.offset(name) if shards is not None else layout.slices[name].offset,
-            torch.empty_strided(
-                parameter.shape,
-                contiguous_strides(parameter.shape) if tiles else dense_strides(parameter.shape, parameter.stride()),
-                dtype=dtype,
-                device="meta",
-            ),
-            nans[dtype].expand(parameter.shape),
+            torch.empty_strided(shape, stride, dtype=dtype, device="meta"),
+            nans[dtype].expand(shape),
             # The whole of what lies in tiles is put together where it is asked for.
             is_copied=name in copied or bool(tiles),
             tiles=tiles,

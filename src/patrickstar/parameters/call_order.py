@@ -164,7 +164,6 @@ class CallOrder:
             self.there[ahead] = self._gather(ahead)
 
     def _keep(self, block: str) -> None:
-        """Lets go of all blocks but one."""
         self.there = {kept: weights for kept, weights in self.there.items() if kept in ("", block)}
 
 

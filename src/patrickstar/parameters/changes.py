@@ -13,6 +13,7 @@ Note [Changes in place]
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, STEP, PlaneRef
 from patrickstar.errors import StateError
-from patrickstar.memory.leases import AssembledKey
+from patrickstar.memory.leases import AssembledKey, WeightKey
 from patrickstar.parameters.assembled import AssembledTensors
 from patrickstar.parameters.bound import BoundParameter, with_tiles
 from patrickstar.parameters.functions import uncounted, writes_to
@@ -80,10 +81,6 @@ class Changes:
         before = {} if written is None else self.remember(self.owners_of(written))
         return WatchedUse(func, tensors, versions, before)
 
-    def watch_call(self, what: object, parameters: Sequence[Tensor]) -> WatchedUse:
-        """The watch over a call that is about to run, in which these parameters, whose bytes are there, are ordinary ones."""
-        return WatchedUse(what, parameters, [parameter._version for parameter in parameters], {})
-
     def remember(self, parameters: Sequence[BoundParameter]) -> dict[str, Tensor]:
         """Copies of the elements of those parameters of which more is kept than they show, by name: 1-D, in slot order."""
         rewriting = self.rewriting
@@ -139,8 +136,6 @@ class Changes:
                 '(torch.library.custom_op(mutates_args=)), or manage with Options(compute="fp32") or precision="fp32"'
             )
 
-    # changes of which nobody tells
-
     def follow(self, parameters: Iterable[BoundParameter]) -> None:
         """Remembers parameters that keep their bytes as they are now, as far as more is kept of them than they show."""
         parameters = list(parameters)
@@ -170,8 +165,6 @@ class Changes:
     def _elements(self, bound: BoundParameter) -> Tensor:
         """The elements of a parameter whose bytes are there: 1-D, in slot order."""
         return self.access.lease(bound.key)[bound.offset : bound.offset + bound.shape_only.numel()]
-
-    # changes by the library
 
     def outdate(self, names: Iterable[str]) -> None:
         """Raises the versions of parameters whose values change: what autograd saved of them before is out of date."""
@@ -207,3 +200,59 @@ class Changes:
         for key in self.assembled:
             if key.plane in (EXP_AVG, EXP_AVG_SQ, STEP) and key.name in owners:
                 self.assembled.changed(key)
+
+
+@dataclass(eq=False)
+class EscapedMemory:
+    """The watch over memory that has been handed out, by digests, compared before anything moves.
+
+    A unit is watched while its memory can be reached: as long as somebody has a lease on it, and until the check that follows.
+
+    Attributes:
+        access: has the memory, and the owner, who is told of a unit or copy whose bytes are not what they were.
+        changes: remembers the elements of parameters of which more is kept than they show, and carries those that have changed.
+    """
+
+    access: WeightAccess
+    changes: Changes
+    watched: dict[WeightKey, bytes] = field(default_factory=dict, init=False)
+    _values: dict[WeightKey, dict[str, Tensor]] = field(default_factory=dict, init=False)
+    _kept: list[Tensor] = field(default_factory=list, init=False)
+
+    def add(self, ref: WeightKey) -> None:
+        """Begins to watch a unit, or a copy, whose memory has been handed out."""
+        lease = self.access.lease(ref)
+        if ref not in self.watched:
+            self.watched[ref] = _digest(lease)
+            self._values[ref] = self._remembered(ref)
+        self._kept.append(lease)
+
+    def renew(self) -> None:
+        """Takes what is in memory now for what it should be: the library itself has written parameters."""
+        for ref in self.watched:
+            self.watched[ref] = _digest(self.access.lease(ref))
+            self._values[ref] = self._remembered(ref)
+
+    def check(self) -> None:
+        """Tells of what has changed, and stops watching what can no longer be reached. Called before a moment."""
+        for ref, digest in self.watched.items():
+            now = _digest(self.access.lease(ref))
+            if now != digest:
+                self.watched[ref] = now
+                self.access.owner.changed(ref)
+                for name, values in self._values[ref].items():
+                    self.changes.carry_changed(self.access.records[name], values)
+                self._values[ref] = self._remembered(ref)
+        self._kept.clear()
+        held = self.access.leases.living()
+        for ref in [ref for ref in self.watched if ref not in held]:
+            del self.watched[ref], self._values[ref]
+        # What is written and let go before the next check is still there then.
+        self._kept = [self.access.lease(ref) for ref in self.watched]
+
+    def _remembered(self, ref: WeightKey) -> dict[str, Tensor]:
+        return self.changes.remember(self.access.parameters_in(ref))
+
+
+def _digest(unit: Tensor) -> bytes:
+    return hashlib.blake2b(unit.view(torch.uint8).numpy().data, digest_size=16).digest()

@@ -24,10 +24,39 @@ from patrickstar.core.planes import WEIGHT, PlaneRef
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.memory.lanes import DONE, Ticket
-from patrickstar.parameters.backward_sums import BackwardSums
+from patrickstar.memory.readiness import CopyStreams
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.call_order import BlockWeights, CallOrder, Coming
 from patrickstar.torch_private import backward_id
+
+
+class BackwardSums(dict[str, Tensor]):
+    """Sums so far, by parameter or tile: of the backward that is under way, or of those that wait for other ranks. Parts may come on any stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._streams = CopyStreams()
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Adds a part of a gradient to its sum; the first part becomes the sum."""
+        if name in self:
+            self._streams.use(name, self[name])
+            self[name].add_(gradient)
+        else:
+            self[name] = gradient
+        self._streams.written(name, self[name])
+
+    def take(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """All sums, or those of some parameters, which are not kept after that."""
+        taken = {name: self.pop(name) for name in list(self if names is None else names) if name in self}
+        for name, gradient in taken.items():
+            self._streams.use(name, gradient)
+        return taken
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Drops the sums of these parameters and tiles."""
+        for name in names:
+            self.pop(name, None)
 
 
 class Nobody:
@@ -38,17 +67,14 @@ class Nobody:
         self.sent_bytes = 0
 
     def gather(self, out: Tensor, shard: Tensor, what: str) -> Ticket:  # noqa: ARG002
-        """Nothing is gathered."""
         self.sent_bytes += self._others * shard.nbytes
         return DONE
 
     def reduce(self, out: Tensor, partial: Tensor, *_: object, flags: bytearray | None = None) -> Ticket:  # noqa: ARG002
-        """Nothing is reduced."""
         self.sent_bytes += self._others * out.numel() * partial.element_size()
         return DONE
 
     def agree(self, value: bytes, what: str) -> list[bytes]:  # noqa: ARG002
-        """The value alone."""
         return [value]
 
 
@@ -112,8 +138,6 @@ class Exchange:
         """A context for our own operations, and for so many bytes that they take for good."""
         return torch.no_grad()
 
-    # weights
-
     def gather(self, block: str) -> BlockWeights:
         """Begins to gather a block's groups: into what somebody still holds of them, if anybody does."""
         phase = Phase.FORWARD if backward_id() == -1 else Phase.BACKWARD
@@ -157,8 +181,6 @@ class Exchange:
         numel = self.layout.whole.chunk_numel
         for number, chunk in enumerate(self.layout.chunks_in[group]):
             yield PlaneRef(chunk, WEIGHT), whole[number * numel : (number + 1) * numel]
-
-    # gradients
 
     @contextmanager
     def postponing(self) -> Iterator[None]:
@@ -222,14 +244,9 @@ class Exchange:
         return waited
 
     def _reduce(
-        self,
-        chunks: Iterable[int],
-        names: Collection[str],
-        gradients: dict[str, Tensor],
-        *,
-        flags: bytearray | None = None,
+        self, chunks: Iterable[int], names: Collection[str], came: dict[str, Tensor], *, flags: bytearray | None = None
     ) -> Iterator[Sent]:
-        """Sends those of the chunks that have these parameters. Gradients that are sent are let go of. `flags`: go with the first."""
+        """Sends those of the chunks that have these parameters. Gradients that have come and are sent are let go of. `flags`: go with the first."""
         wanted, numel = set(names), self.layout.whole.chunk_numel
         received: Tensor | None = None
         for chunk in chunks:
@@ -239,11 +256,11 @@ class Exchange:
             is_wide = self.has_waited or self.layout.is_whole(chunk)
             mine = self._empty(pieces[0].name, numel, torch.float32 if is_wide else self._travel.sent).zero_()
             for name, start, stop, at in pieces:
-                if name in gradients:
-                    flat = self.binding.by_name[name].flat(gradients[name])
+                if name in came:
+                    flat = self.binding.by_name[name].flat(came[name])
                     mine[start:stop].copy_(flat[at : at + stop - start])
                     if at + stop - start == flat.numel():
-                        del gradients[name]
+                        del came[name]
                     del flat
             if received is None or received.dtype is not mine.dtype:  # one after the other
                 received = torch.empty_like(mine)

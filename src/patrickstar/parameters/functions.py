@@ -198,9 +198,8 @@ def one_by_one(
 
     results: list[Any] = []
     for index in range(length):
-        result = handle(
-            func, [item(value, index) for value in args], {key: item(value, index) for key, value in kwargs.items()}
-        )
+        given, named = [item(one, index) for one in args], {key: item(one, index) for key, one in kwargs.items()}
+        result = handle(func, given, named)
         results.extend(result if result is not None else ())
     return results or None
 

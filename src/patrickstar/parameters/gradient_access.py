@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
 from torch import Tensor
@@ -16,11 +17,13 @@ from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.parameters.assembled import AssembledTensors, title
 from patrickstar.parameters.bound import BoundParameter
-from patrickstar.parameters.used_gradients import USED, UsedGradients
 from patrickstar.parameters.weight_access import WeightAccess
 from patrickstar.torch_private import Plain, overrides_are_on
 
+USED = 'it was used and released (step="in_backward"; step="deferred" keeps gradients until zero_grad())'
 
+
+@dataclass(eq=False)
 class GradientAccess:
     """The gradients of bound parameters, as PyTorch's users know them.
 
@@ -28,11 +31,9 @@ class GradientAccess:
     the user's own from then on: an ordinary one, to which autograd adds as ever, until it is None again. Where parameters keep their bytes, all of
     them are the user's own, always; what stands for one that was used as it came lies in `p.grad` itself then.
 
-    Args:
+    Attributes:
         assembled: what stands for gradients in chunks. use: where gradients go. bound: the records of parameters and tiles, by `id()`.
         narrow: whether there are parameters of 16 bits.
-
-    Attributes:
         arrives: is told of each gradient of a block that is open, before the owner is.
         are_kept: tells whether the session may have a gradient of any of them.
         comes: is told of one that autograd is about to add to `p.grad`, where parameters keep their bytes and somebody has to know.
@@ -43,40 +44,34 @@ class GradientAccess:
         shown: what `p.grad` has been made to be, of parameters that are ordinary ones.
     """
 
-    def __init__(
-        self,
-        access: WeightAccess,
-        assembled: AssembledTensors,
-        use: GradientUse,
-        bound: Mapping[int, BoundParameter],
-        *,
-        narrow: bool,
-    ) -> None:
-        self._bound = bound
-        self._by_name = access.records
-        self._owner = access.owner
-        self._access = access
-        self._assembled = assembled
-        self._use = use
+    access: WeightAccess
+    assembled: AssembledTensors
+    use: GradientUse
+    bound: Mapping[int, BoundParameter]
+    _: KW_ONLY
+    narrow: bool
 
-        self._hooks: dict[BoundParameter, RemovableHandle] = {}
-        # By the node that adds to `p.grad`, which lives as long as somebody has it.
-        self._early: dict[Node, RemovableHandle] = {}
-        self.stay = False
-        self.shown: dict[BoundParameter, Tensor | None] = {}
-        self.are_kept: Callable[[], bool] = lambda: False
+    own: set[str] = field(default_factory=set, init=False)
+    stay: bool = field(default=False, init=False)
+    are_shared: bool = field(default=False, init=False)
+    shown: dict[BoundParameter, Tensor | None] = field(default_factory=dict, init=False)
+    _hooks: dict[BoundParameter, RemovableHandle] = field(default_factory=dict, init=False)
+    # By the node that adds to `p.grad`, which lives as long as somebody has it.
+    _early: dict[Node, RemovableHandle] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._by_name, self._owner = self.access.records, self.access.owner
         self.arrives: Callable[[BoundParameter], None] = lambda _: None
-        self.used = UsedGradients(assembled, access.records)
-        self.are_used = use is GradientUse.UPDATE
-        self.are_shared = False
-        self.widen = use is GradientUse.CHUNK and narrow
-        self.own: set[str] = set()
+        self.are_kept: Callable[[], bool] = lambda: False
         self.comes: Callable[[str], None] = lambda _: None
+        self.used = UsedGradients(self.assembled, self._by_name)
+        self.are_used = self.use is GradientUse.UPDATE
+        self.widen = self.use is GradientUse.CHUNK and self.narrow
 
     def stay_put(self) -> None:
         """Leaves all gradients where autograd makes them from now on."""
         self._unhook()
-        self.stay = self._use is not GradientUse.NONE
+        self.stay = self.use is not GradientUse.NONE
         self.own = set(self._by_name) if self.stay else set()
 
     def lie_apart(self) -> None:
@@ -88,7 +83,7 @@ class GradientAccess:
 
     def watch(self, bound: BoundParameter) -> None:
         """Takes the parameter's gradients off from now on, if it has any."""
-        if self._use is GradientUse.NONE or not bound.parameter.requires_grad or bound in self._hooks:
+        if self.use is GradientUse.NONE or not bound.parameter.requires_grad or bound in self._hooks:
             return
         # torch's own reference to a hook is none that the garbage collector sees: through it, a parameter would hold itself.
         take = partial(GradientAccess._take, weakref.proxy(self))
@@ -121,7 +116,7 @@ class GradientAccess:
         self._early.clear()
 
     def _expect(self, bound: BoundParameter, _: object) -> None:
-        with self._access.lock, Plain():
+        with self.access.lock, Plain():
             self.comes(bound.name)
             if not self.are_used:
                 return
@@ -133,13 +128,13 @@ class GradientAccess:
     def _take(self, parameter: Tensor) -> None:
         if not (self.stay or overrides_are_on()) and len(parameter._post_accumulate_grad_hooks) > 1:
             raise StateError(
-                f"a hook on {self._bound[id(parameter)].name} is called in the backward of a loss whose class switches __torch_function__ off: "
+                f"a hook on {self.bound[id(parameter)].name} is called in the backward of a loss whose class switches __torch_function__ off: "
                 "its p.grad lies in chunks, and would be None. Call backward() of loss.as_subclass(torch.Tensor)"
             )
-        with self._access.lock, Plain():
-            bound = self._bound[id(parameter)]
+        with self.access.lock, Plain():
+            bound = self.bound[id(parameter)]
             gradient = parameter.grad
-            if bound in self._access.open:
+            if bound in self.access.open:
                 self.arrives(bound)
             if gradient is not None and self.stay:
                 self._owner.gradient(bound.name, gradient)
@@ -158,9 +153,9 @@ class GradientAccess:
         if gradient is None and self._is_parameter(bound):
             key = AssembledKey(bound.name, GRAD)
             if self._owner.has_gradient(bound.name):
-                return self._assembled.tensor(key, bound.shape_only)
+                return self.assembled.tensor(key, bound.shape_only)
             if self._owner.is_spent(bound.name):
-                return self._assembled.gone(key, bound.shape_only, USED)
+                return self.assembled.gone(key, bound.shape_only, USED)
         return gradient
 
     def set(self, bound: BoundParameter, value: Tensor | None) -> None:
@@ -168,9 +163,9 @@ class GradientAccess:
         if not self._is_parameter(bound):
             bound.tensor().grad = value
             return
-        if self._assembled.is_of(value, AssembledKey(bound.name, GRAD)):
+        if self.assembled.is_of(value, AssembledKey(bound.name, GRAD)):
             return  # `p.grad *= x` multiplies in place, and assigns the very same
-        other = self._assembled.of(value)
+        other = self.assembled.of(value)
         if other is not None:
             what = title(other.source.key)
             raise StateError(
@@ -186,11 +181,11 @@ class GradientAccess:
         bound.tensor().grad = value
         # What a view of the old gradient shows is ordinary memory once that is let go.
         self._owner.drop_gradient(bound.name)
-        if value is None:
-            self.is_not_own(bound.name)
-        else:
-            self._access.undress(value)
+        if value is not None:
+            self.access.undress(value)
             self.own.add(bound.name)
+        elif not self.stay:  # the next one goes to the owner again, if that keeps gradients
+            self.own.discard(bound.name)
 
     def show(self, records: Sequence[BoundParameter]) -> None:
         """Has `p.grad` of parameters that are ordinary ones for a while be what it is otherwise."""
@@ -220,16 +215,11 @@ class GradientAccess:
             self.hide(shown)
             self.show(shown)
 
-    def is_not_own(self, name: str) -> None:
-        """Notes that the user has let go of a parameter's own gradient: the next one goes to the owner again, if that keeps gradients."""
-        if not self.stay:
-            self.own.discard(name)
-
     def own_of(self, name: str) -> Tensor | None:
         """The gradient of a parameter that is the user's own, if there is one."""
         with Plain():
             own = self._by_name[name].parameter.grad if name in self.own else None
-            return own if self._assembled.of(own) is None else None
+            return own if self.assembled.of(own) is None else None
 
     def owned(self) -> Iterator[tuple[str, Tensor]]:
         """The gradients that are the user's own, each after the name of its parameter."""
@@ -253,3 +243,35 @@ class GradientAccess:
     def _is_parameter(self, bound: BoundParameter) -> bool:
         """Tells whether a record is of the parameter itself; a detached alias has a gradient of its own, as in PyTorch."""
         return bound.tensor() is self._by_name[bound.name].tensor()
+
+
+@dataclass(eq=False, slots=True)
+class UsedGradients:
+    """Tensors that refuse every use, one for each parameter, in the place of gradients that were used as they came where parameters keep their bytes.
+
+    A gradient is zeroed where its tensor is in `p.grad` no more: `model.zero_grad()` and `p.grad = None` tell nobody.
+    """
+
+    assembled: AssembledTensors
+    by_name: Mapping[str, BoundParameter]
+    _tensors: dict[str, Tensor] = field(default_factory=dict, init=False)
+
+    def put(self, names: Iterable[str]) -> None:
+        """Lets gradients go, which have been used."""
+        for name in names:
+            bound = self.by_name[name]
+            if name not in self._tensors:
+                self._tensors[name] = self.assembled.gone(AssembledKey(name, GRAD), bound.shape_only, USED)
+            bound.parameter.grad = self._tensors[name]
+
+    def there(self, names: Iterable[str]) -> list[str]:
+        """Names of those of these parameters whose gradients were used, and have not been zeroed since."""
+        with Plain():
+            return [name for name in names if self.by_name[name].parameter.grad is self._tensors.get(name, self)]
+
+    def forget(self, names: Container[str] | None = None) -> None:
+        """Zeroes these gradients: `p.grad` is None. `names`: of which parameters; None: of all."""
+        with Plain():
+            for name in self.there(self._tensors):
+                if names is None or name in names:
+                    self.by_name[name].parameter.grad = None

@@ -47,8 +47,6 @@ class Owner(Protocol):
     def escaped(self, key: WeightKey) -> None:
         """Notes that memory of a weight unit, or of a copy, has been handed out to code that can write to it unseen."""
 
-    # gradients, and tensors put together of what lies in chunks
-
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Takes a gradient that has arrived in backward."""
 

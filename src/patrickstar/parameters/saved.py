@@ -188,9 +188,8 @@ class SavedTensors:
                 with Plain():
                     now = saved.owner._version
                 # A forward that changes its weights does it again when it runs again, and autograd reads what that has left.
-                if now != saved.version and not (
-                    saved.is_recomputed and self.access.recomputed.get(id(saved.owner)) == now
-                ):
+                is_again = saved.is_recomputed and self.access.recomputed.get(id(saved.owner)) == now
+                if now != saved.version and not is_again:
                     raise WeightChangedError(changed_message(saved.view.shape, now, saved.version))
                 alias = saved.view.over(self.access.unpack(saved.key))
                 if backward_makes_graph() and inside_node_of_torch() and are_saved_tensors_hooks_allowed():

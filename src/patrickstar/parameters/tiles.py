@@ -45,10 +45,8 @@ def tile_by_tile(
     if weight is None:
         return None
     tiles = weight.tiles
-    given = {
-        **dict(zip(("input", "weight", "bias" if func is linear else "padding_idx"), args, strict=False)),
-        **kwargs,
-    }
+    names = ("input", "weight", "bias" if func is linear else "padding_idx")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
     if func is linear:
         return partial(_linear, tiles, given["input"], given.get("bias"))
     if any(given.get(name, plain) != plain for name, plain in _PLAIN_LOOKUP):

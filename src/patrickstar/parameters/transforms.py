@@ -1,18 +1,20 @@
 """Transforms, tracers and compilers around a forward or a use: they would read placeholders, so they are refused before anything is computed.
 
-A placeholder that is read all the same, by code that no check here sees, has torch raise an error (`refuse_reads` in `torch_private.py`).
+So are wrappers of PyTorch that average gradients or share parameters over ranks: a session does both itself. A placeholder that is read all the
+same, by code that no check here sees, has torch raise an error (`refuse_reads` in `torch_private.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from patrickstar.errors import StateError
+from patrickstar.hooks import frames
 from patrickstar.torch_private import is_compiling, overrides_are_on, transform_level
 
 _COPY = "or do it with a copy, copy.deepcopy(model), which has ordinary parameters"
@@ -73,13 +75,18 @@ def expect_ordinary_call(
             )
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value: in nested mappings, lists and tuples, or the value itself."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
+def leaves(value: Any) -> Iterator[Any]:
+    """Leaves of a value: what is in nested lists, tuples and mappings; or the value itself."""
+    if isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(item)
+            yield from leaves(item)
+    else:
+        yield value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors among the leaves of a value."""
+    return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 def _hides_parameters(value: Tensor, probe: nn.Parameter) -> bool:
@@ -95,3 +102,28 @@ def _hides_parameters(value: Tensor, probe: nn.Parameter) -> bool:
     except Exception:
         return False
     return any(hidden)
+
+
+_MODULES: Final = ("torch.nn.parallel.distributed", "torch.distributed.fsdp")
+_INSTEAD: Final = (
+    "a session shares the model and averages gradients over ranks itself. Give manage() the bare model, call that one, and give Accelerate's "
+    "prepare() loaders only"
+)
+
+
+def expect_unwrapped(model: nn.Module) -> None:
+    """Raises StateError where a model, or a part of it, is one of DDP or FSDP."""
+    for path, module in model.named_modules():
+        for kind in type(module).__mro__:
+            if kind.__module__.startswith(_MODULES):
+                where = path or "the model"
+                raise StateError(f"{where} is a {kind.__name__} of {kind.__module__}: {_INSTEAD}")
+
+
+def expect_no_wrapper(what: str) -> None:
+    """Raises StateError where DDP or FSDP has led here."""
+    for frame in frames():
+        module = str(frame.f_globals.get("__name__"))
+        if module.startswith(_MODULES):
+            name = "DistributedDataParallel" if module == _MODULES[0] else "FSDP"
+            raise StateError(f"{what} by {name}, around a managed model or a part of one: {_INSTEAD}")

@@ -144,8 +144,6 @@ class WeightAccess:
             with self.lock, Plain():
                 self.leave(held)
 
-    # what uses return and autograd saves
-
     def dress(self, result: Any) -> Any:
         """The result of a use, in which views of slots now have the class `Alias`."""
         if isinstance(result, Tensor):

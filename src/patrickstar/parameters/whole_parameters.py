@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,64 +28,56 @@ def manager_of(parameter: Tensor) -> Owner | None:
     return storage.managed_by() if hasattr(storage, "managed_by") else None
 
 
+@dataclass(kw_only=True, eq=False)
 class WholeParameters:
     """The parameters of a binding, while they keep their bytes.
 
-    Args:
+    Attributes:
         access: has their records, their owner, who brings the bytes, and leases of slots. gradients: what `.grad` is. device: where they are.
         changes: carries changes by hand to where more is kept than a parameter shows.
         by_use: the records of those that are bound by use, by `id()`. parameter_class: of these.
     """
 
-    def __init__(
-        self,
-        access: WeightAccess,
-        gradients: GradientAccess,
-        changes: Changes,
-        by_use: dict[int, BoundParameter],
-        *,
-        parameter_class: type[Any],
-        device: torch.device | None,
-    ) -> None:
-        self._access = access
-        self._gradients = gradients
-        self._changes = changes
-        self._by_use = by_use
-        self._parameter_class = parameter_class
-        self._device = device or torch.device("cpu")
-        self._addresses: list[tuple[BoundParameter, int, tuple[int, ...]]] = []
-        self._memory: dict[BoundParameter, weakref.ref[torch.UntypedStorage]] = {}
-        self._trained: set[str] = set()
-        self._withheld: dict[BoundParameter, Tensor] = {}
+    access: WeightAccess
+    gradients: GradientAccess
+    changes: Changes
+    by_use: dict[int, BoundParameter]
+    parameter_class: type[Any]
+    device: torch.device
+
+    _addresses: list[tuple[BoundParameter, int, tuple[int, ...]]] = field(default_factory=list, init=False)
+    _memory: dict[BoundParameter, weakref.ref[torch.UntypedStorage]] = field(default_factory=dict, init=False)
+    _trained: set[str] = field(default_factory=set, init=False)
+    _withheld: dict[BoundParameter, Tensor] = field(default_factory=dict, init=False)
 
     def take(self) -> None:
         """Gives parameters, which are of the ordinary class, their bytes for good. Their gradients stay where autograd makes them."""
-        records = list(self._access.records.values())
+        records = list(self.access.records.values())
         for bound in records:
             self._hold(bound)
         self._addresses = [(bound, bound.tensor().data_ptr(), bound.tensor().stride()) for bound in records]
         trained = [bound for bound in records if bound.tensor().requires_grad]
         self._trained = {bound.name for bound in trained}
-        self._gradients.stay_put()
-        tell_of_all = self._gradients.are_used or self._gradients.widen
+        self.gradients.stay_put()
+        tell_of_all = self.gradients.are_used or self.gradients.widen
         for bound in trained if tell_of_all else trained[:1]:  # one tells of a backward
-            self._gradients.watch(bound)
-        if self._gradients.widen:
-            self._gradients.show(trained)
-        self._changes.follow(records)
+            self.gradients.watch(bound)
+        if self.gradients.widen:
+            self.gradients.show(trained)
+        self.changes.follow(records)
 
     def _hold(self, bound: BoundParameter) -> None:
         parameter, place = bound.parameter, bound.shape_only
         if not place.numel():
-            parameter.data = torch.empty_like(place, device=self._device)
+            parameter.data = torch.empty_like(place, device=self.device)
             return
-        self._access.owner.use(bound.name, bound.touches)
+        self.access.owner.use(bound.name, bound.touches)
         if bound.is_copied:
-            part = self._access.leases.take_copy(bound.name, self._access.owner.make_copy)
+            part = self.access.leases.take_copy(bound.name, self.access.owner.make_copy)
         else:
-            part = self._access.leases.take_part(bound.ref, slice(bound.offset, bound.offset + place.numel()))
+            part = self.access.leases.take_part(bound.ref, slice(bound.offset, bound.offset + place.numel()))
         storage: Any = part.untyped_storage()  # which the parameter has for good, and with it leads to its owner
-        storage.managed_by = weakref.ref(self._access.owner)
+        storage.managed_by = weakref.ref(self.access.owner)
         self._memory[bound] = weakref.ref(storage)
         gradient, parameter.grad = parameter.grad, None
         parameter.data = torch.as_strided(part, place.shape, place.stride())
@@ -92,20 +85,20 @@ class WholeParameters:
 
     def withhold(self, name: str) -> None:
         """Takes the bytes of a parameter away until its backward has ended: that has updated it, and is to see no value of after the update."""
-        bound = self._access.records[name]
-        self._access.updated.add(name)
+        bound = self.access.records[name]
+        self.access.updated.add(name)
         self._withheld[bound] = bound.parameter.data
-        self._by_use[id(bound.parameter)] = bound
+        self.by_use[id(bound.parameter)] = bound
         bound.parameter.data = bound.standin
-        bound.parameter.__class__ = self._parameter_class
+        bound.parameter.__class__ = self.parameter_class
 
     def give_back(self) -> None:
         """Gives parameters their bytes again."""
-        self._access.updated.clear()
+        self.access.updated.clear()
         with Plain():
             while self._withheld:
                 bound, data = self._withheld.popitem()
-                del self._by_use[id(bound.parameter)]
+                del self.by_use[id(bound.parameter)]
                 bound.parameter.__class__ = nn.Parameter
                 bound.parameter.data = data
 
@@ -128,16 +121,16 @@ class WholeParameters:
                 if not is_there or parameter.shape != bound.shape_only.shape:
                     self._take_value(bound, evaluates=for_forward and not torch.is_grad_enabled())
                 if parameter.requires_grad and bound.name not in self._trained:
-                    self._access.owner.thawed(bound.name)
+                    self.access.owner.thawed(bound.name)
                     self._trained.add(bound.name)
-                    self._gradients.watch(bound)
-                    self._changes.follow([bound])
+                    self.gradients.watch(bound)
+                    self.changes.follow([bound])
                 if for_forward and bound.is_copied:
-                    self._changes.look(bound)  # it shows what was written to it, and is to compute with what is kept
+                    self.changes.look(bound)  # it shows what was written to it, and is to compute with what is kept
 
     def _take_value(self, bound: BoundParameter, *, evaluates: bool) -> None:
         value, place = bound.parameter.data, bound.shape_only
-        if (value.shape, value.dtype, value.device) != (place.shape, place.dtype, self._device):
+        if (value.shape, value.dtype, value.device) != (place.shape, place.dtype, self.device):
             what = f"{bound.name}.data was assigned a tensor {tuple(value.shape)} of {value.dtype} on {value.device}"
             raise StateError(not_its_own(bound, what))
         if value.device.type == "cpu" and value.is_shared():
@@ -159,4 +152,4 @@ class WholeParameters:
     def forget(self) -> None:
         """Notices nothing any more: parameters are bound by use from now on, or nobody's."""
         self._addresses.clear()
-        self._changes.followed.clear()
+        self.changes.followed.clear()

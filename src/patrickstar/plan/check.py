@@ -72,7 +72,6 @@ def check(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> list[st
 
 
 def _tell(histories: dict[PlaneRef, _History], plan: Plan, trace: Trace, found: _Found) -> None:
-    """Tells each unit what is done with it."""
     compute, freed_after = plan.start.compute, plan.freed_after()
     updates = _Updates(histories, compute, found)
     for index, (moment, actions) in enumerate(zip(trace.moments, plan.moments, strict=False)):
@@ -94,7 +93,6 @@ def _tell(histories: dict[PlaneRef, _History], plan: Plan, trace: Trace, found: 
 
 
 def _use(histories: dict[PlaneRef, _History], moment: Moment, at: _At, pinned: set[PlaneRef], compute: Tier) -> None:
-    """Tells units that a moment uses them."""
     for ref in sorted(pinned):
         histories[ref].use(at, compute, by=moment.updates)
     for touch in moment.touches:
@@ -102,9 +100,8 @@ def _use(histories: dict[PlaneRef, _History], moment: Moment, at: _At, pinned: s
         if tier is not compute:
             history.use(at, tier, by=moment.updates)
             if touch.writes and touch.ref in pinned:
-                history.wrong(
-                    at, 3, f"{touch.ref} is written on the {tier.label} while it is in use on the {compute.label}"
-                )
+                there, here = tier.label, compute.label
+                history.wrong(at, 3, f"{touch.ref} is written on the {there} while it is in use on the {here}")
         if touch.writes:
             history.write(at, tier)
 
@@ -175,7 +172,7 @@ class _History:
 
     def __init__(self, ref: PlaneRef, start: Snapshot, found: _Found) -> None:
         self._ref = ref
-        self._found = found
+        self.wrong = found.add
         self._home = start.home[ref]
         self._slots = start.slots[ref]
         self._compute = start.compute
@@ -192,9 +189,6 @@ class _History:
         self.changes = [(_START, tier, self._slots) for tier in self._room]
         if self._home is not self._compute:
             self.changes.append((_START, self._home, self._slots))
-
-    def wrong(self, at: _At, number: int, text: str) -> None:
-        self._found.add(at, number, text)
 
     def _is_last(self, tier: Tier) -> bool:
         return self._writer is not None and self._bytes.get(tier) == self._writer

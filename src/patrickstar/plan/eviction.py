@@ -35,6 +35,10 @@ class Uses:
     """Times at which units are touched: in a trace, and in the one that follows it, over and over.
 
     Moments of the trace count from 0. Those before it are negative, those after its end go on from its length.
+
+    Args:
+        following: what comes after the trace, and then the trace again; None: the trace itself. goes_down: what is used on the tier below after it.
+        stays: what was on the tier that computes at the beginning, where it is to be there at the end.
     """
 
     def __init__(
@@ -45,13 +49,6 @@ class Uses:
         goes_down: Collection[PlaneRef] = frozenset(),
         stays: Collection[PlaneRef] = frozenset(),
     ) -> None:
-        """Reads both traces.
-
-        Args:
-            following: what comes after the trace, and then the trace again; None: the trace itself.
-            goes_down: what is used on the tier below after the trace.
-            stays: what was on the tier that computes at the beginning, where it is to be there at the end.
-        """
         self._goes_down = goes_down
         self.stays = stays
         self._at, self._lost = _read(trace)
@@ -61,9 +58,8 @@ class Uses:
         self._after: dict[PlaneRef, int] = {}
         for at, elsewhere, start in ((self._at, self._lost, n_moments + n_following), (used, lost, n_moments)):
             self._after.update((ref, start + own[0]) for ref, own in at.items())
-            self._after.update(
-                (ref, NEVER) for ref, own in elsewhere.items() if start + own[0] < self._after.get(ref, NEVER)
-            )
+            lost_first = [ref for ref, own in elsewhere.items() if start + own[0] < self._after.get(ref, NEVER)]
+            self._after.update(dict.fromkeys(lost_first, NEVER))
         self._before = {ref: own[-1] - n_moments - n_following for ref, own in self._at.items()}
         self._before.update((ref, own[-1] - n_following) for ref, own in used.items())
 
@@ -81,6 +77,12 @@ class Uses:
             return False
         used = _next(self._at.get(ref), now)
         return used == NEVER if ref in self._goes_down else used == self.after(ref, now) == NEVER
+
+    def by_next_use(self, ref: PlaneRef, now: int) -> int:
+        """The worth of a unit by the `next-use` policy."""
+        if self.is_leaving(ref, now):
+            return now - NEVER
+        return -self.after(ref, now) + (NEVER if ref in self.stays else 0)
 
     def until(self, ref: PlaneRef, now: int) -> int:
         """The last moment up to `now` that touches the unit, or `-NEVER`."""
@@ -106,27 +108,14 @@ def _read(trace: Trace) -> tuple[dict[PlaneRef, list[int]], dict[PlaneRef, list[
     return used, lost
 
 
-def worth_by_next_use(uses: Uses) -> Worth:
-    """The `next-use` policy."""
-
-    def worth(ref: PlaneRef, now: int) -> int:
-        if uses.is_leaving(ref, now):
-            return now - NEVER
-        return -uses.after(ref, now) + (NEVER if ref in uses.stays else 0)
-
-    return worth
-
-
 POLICIES: Final[Mapping[str, Callable[[Uses], Worth]]] = MappingProxyType(
-    {"next-use": worth_by_next_use, "lru": lambda uses: uses.until}
+    {"next-use": lambda uses: uses.by_next_use, "lru": lambda uses: uses.until}
 )
 
 
-def eviction_order(
-    candidates: Iterable[PlaneRef], *, state: Residency, tier: Tier, worth: Worth, now: int
-) -> list[PlaneRef]:
+def eviction_order(refs: Iterable[PlaneRef], *, state: Residency, tier: Tier, worth: Worth, now: int) -> list[PlaneRef]:
     """Candidates for leaving a tier, best victim first: what saves nothing there, then of least worth, then clean before dirty, then by id."""
-    return sorted(candidates, key=lambda ref: _key(state, ref, tier, worth(ref, now)))
+    return sorted(refs, key=lambda ref: _key(state, ref, tier, worth(ref, now)))
 
 
 _Key = tuple[bool, int, bool, PlaneRef]

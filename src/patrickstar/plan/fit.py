@@ -70,11 +70,8 @@ def worst_moment(
 def beyond(trace: Trace, budget_bytes: int, *, start: Residency) -> list[Moment]:
     """The moments of a step, which comes after others, that need more than a budget."""
     counts = slots_needed(trace, start=start, has_contents=_once_trained)
-    return [
-        moment
-        for moment, slots in zip(trace.moments, counts, strict=True)
-        if slots * start.slot_bytes + moment.nonmodel_bytes > budget_bytes
-    ]
+    pairs = zip(trace.moments, counts, strict=True)
+    return [one for one, slots in pairs if slots * start.slot_bytes + one.nonmodel_bytes > budget_bytes]
 
 
 def within(trace: Trace, budget_bytes: int, *, start: Residency) -> Trace:
@@ -153,25 +150,17 @@ def slots_needed(
 def refuse_moment(need: Need, *, tier: Tier, budget_bytes: int, fixed_bytes: int = 0) -> BudgetError:
     """An error for a moment that needs more of a tier than its budget. `fixed_bytes`: what a budget for that much holds beside it."""
     chunks = need.slots * need.slot_bytes
-    parts = [chunks, need.nonmodel_bytes, fixed_bytes]
-    needed = sum(parts)
-    size = _Sizes(needed)
-    total, in_chunks, in_tensors, in_fixed = size.sum_of(parts)
-    fits = [_budget(tier.label, needed)]
-    if chunks + fixed_bytes < budget_bytes:
-        fits.append(
-            f"activations of at most {size.down(budget_bytes - chunks - fixed_bytes)} there: a smaller batch, or activation checkpointing"
-        )
-    return BudgetError(
-        f"{tier.label} memory is {size.short(needed, budget_bytes)} short at op {need.moment}\n"
-        f"  needed {total} = chunk slots {in_chunks} ({need.slots} of {format_budget(need.slot_bytes)}) + activations {in_tensors}"
-        f"{_fixed(in_fixed, fixed_bytes)};  budget {size.down(budget_bytes)}{_FITS}{_OR.join(fits)}",
-        tier=tier.label,
-        moment=need.moment,
-        needed_bytes=needed,
-        available_bytes=budget_bytes,
-        smallest_bytes=needed,
+    parts = {f"chunk slots {{}} ({need.slots} of {format_budget(need.slot_bytes)})": chunks}
+    instead = "activations of at most {} there: a smaller batch, or activation checkpointing"
+    room = budget_bytes - chunks - fixed_bytes
+    return _refusal(
+        tier,
+        f"at op {need.moment}",
+        {**parts, "activations {}": need.nonmodel_bytes},
+        budget_bytes=budget_bytes,
         fixed_bytes=fixed_bytes,
+        instead=instead.format(_Sizes(chunks + need.nonmodel_bytes + fixed_bytes).down(room)) if room > 0 else "",
+        moment=need.moment,
     )
 
 
@@ -190,16 +179,26 @@ def refuse_homes(
         parts: what rests there, and its bytes; instead: another change that would help; why: what is to rest there as well.
         fixed_bytes: what a budget for that much holds beside it.
     """
-    sizes = [*parts.values(), fixed_bytes]
-    needed = sum(sizes)
+    at = f"for the model states kept there{f': {why}' if why else ''}"
+    named = {f"{name} {{}}": nbytes for name, nbytes in parts.items()}
+    return _refusal(tier, at, named, budget_bytes=budget_bytes, fixed_bytes=fixed_bytes, instead=instead)
+
+
+def _refusal(
+    tier: Tier, at: str, parts: dict[str, int], *, budget_bytes: int, fixed_bytes: int, instead: str, moment: str = ""
+) -> BudgetError:
+    """An error for what takes more of a tier than its budget: the bytes of each part, by the words around them."""
+    named = {**parts, "fixed costs {}": fixed_bytes} if fixed_bytes else parts
+    needed = sum(named.values())
     size = _Sizes(needed)
-    total, *terms, in_fixed = size.sum_of(sizes)
+    total, *terms = size.sum_of(list(named.values()))
+    summed = " + ".join(words.format(term) for words, term in zip(named, terms, strict=True))
     fits = [_budget(tier.label, needed), *filter(None, [instead])]
     return BudgetError(
-        f"{tier.label} memory is {size.short(needed, budget_bytes)} short for the model states kept there{f': {why}' if why else ''}\n"
-        f"  needed {total} = {' + '.join(f'{name} {term}' for name, term in zip(parts, terms, strict=True))}"
-        f"{_fixed(in_fixed, fixed_bytes)};  budget {size.down(budget_bytes)}{_FITS}{_OR.join(fits)}",
+        f"{tier.label} memory is {size.short(needed, budget_bytes)} short {at}\n"
+        f"  needed {total} = {summed};  budget {size.down(budget_bytes)}{_FITS}{_OR.join(fits)}",
         tier=tier.label,
+        moment=moment,
         needed_bytes=needed,
         available_bytes=budget_bytes,
         smallest_bytes=needed,
@@ -232,11 +231,6 @@ def of_machine(refusal: BudgetError, enough: int, ranks: int, *, staging_bytes: 
 
 def _budget(tier: str, nbytes: int) -> str:
     return f"{tier}_memory >= {format_budget(nbytes)}"
-
-
-def _fixed(text: str, fixed_bytes: int) -> str:
-    """The term of a sum that says what the process takes beside the rest, where the budget holds that."""
-    return f" + fixed costs {text}" if fixed_bytes else ""
 
 
 def name_gradients(trace: Trace) -> str:

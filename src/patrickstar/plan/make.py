@@ -41,8 +41,8 @@ def must_repeat(earlier: int, *, trace: Trace, following: Trace | None) -> bool:
 
 
 @contextmanager
-def _garbage_waits() -> Iterator[None]:
-    """A context in which nobody looks for garbage.
+def garbage_waits(*, collects: bool = False) -> Iterator[None]:
+    """A context in which nobody looks for garbage. `collects`: what is made inside is looked through as it ends, in milliseconds.
 
     A plan has as many small objects as moments and actions, and no cycles. The collector would go through all that the process holds, several
     times: a third of the time of a large plan.
@@ -54,9 +54,11 @@ def _garbage_waits() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+            if collects:
+                gc.collect(0)  # the youngest generation, in which all of it is
 
 
-@_garbage_waits()
+@garbage_waits()
 def make_plan(
     trace: Trace,
     *,

@@ -44,15 +44,8 @@ def make_room(
     keep = {**needed, **dict.fromkeys(held)}
     spent = sorted(ref for ref in stale[compute] if ref not in keep or ref in missing)
     in_use = state.slots_used[compute] + sum(slots[ref] for ref in missing) - sum(slots[ref] for ref in spent)
-    victims = _choose(
-        state,
-        keep=keep,
-        leaving=leaving,
-        in_use=in_use,
-        capacity_slots=capacity[compute],
-        spare_slots=spare_slots,
-        order=order,
-    )
+    most = capacity[compute]
+    victims = _choose(state, keep=keep, leaving=leaving, in_use=in_use, most=most, spare=spare_slots, order=order)
     staging = Staging(state, host_slots=capacity.get(Tier.HOST, 0), order=order, wanted={*missing, *below})
     for ref in landing:
         staging.land(ref)
@@ -91,11 +84,11 @@ def _choose(
     keep: Collection[PlaneRef],
     leaving: Collection[PlaneRef],
     in_use: int,
-    capacity_slots: int,
-    spare_slots: int,
+    most: int,
+    spare: int,
     order: Order,
 ) -> list[PlaneRef]:
-    """Units that leave anyway, and then the victims, in order, whose slots bring `in_use` down to the capacity, and below it."""
+    """Units that leave anyway, and then the victims, in order, whose slots bring `in_use` down to `most`, and to so many less as are spare."""
     compute, home = state.compute, state.home
     taken, stale = state.taken[compute], state.stale[compute]
 
@@ -104,21 +97,21 @@ def _choose(
 
     gone = [ref for ref in leaving if may_go(ref)]
     in_use -= sum(state.slots[ref] for ref in gone)
-    if in_use <= capacity_slots:
+    if in_use <= most:
         return gone
     candidates = order(compute, filter(may_go, taken))
     if state.under_way:  # what is still arriving goes last: somebody wanted it early
         candidates = sorted(candidates, key=lambda ref: state.is_arriving(ref, compute))
     victims: dict[PlaneRef, None] = {}
-    wanted = capacity_slots - spare_slots
+    wanted = most - spare
     for ref in candidates:
         if may_go(ref) and ref not in victims and ref not in gone:
             victims[ref] = None
             in_use -= state.slots[ref]
             if in_use <= wanted:
                 break
-    if in_use > capacity_slots:
-        raise NoRoom(compute, in_use, capacity_slots)
+    if in_use > most:
+        raise NoRoom(compute, in_use, most)
     # A large unit that came last may have made smaller ones' going needless: the best of those stay.
     for ref in reversed(list(victims)):
         if in_use + state.slots[ref] <= wanted:

@@ -35,12 +35,11 @@ from typing import NamedTuple
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Trace
-from patrickstar.plan.actions import Action, Drop, Issue, Wait, WorkKind, is_copy, slots_taken
+from patrickstar.plan.actions import Action, Drop, Issue, Wait, WorkKind, is_copy, slots_taken, units_of
 from patrickstar.plan.free_slots import FreeSlots
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency, apply
 from patrickstar.plan.snapshot import Snapshot
-from patrickstar.plan.works import units_of
 
 _TIERS = tuple(Tier)
 
@@ -123,7 +122,6 @@ class _Overlap:
         return [self._together(index, own) for index, own in enumerate(kept)]
 
     def _by_unit(self, actions: Iterable[Action]) -> dict[PlaneRef, list[Action]]:
-        """Actions of a moment by unit, but for drops from other tiers."""
         found: dict[PlaneRef, list[Action]] = {}
         for action in actions:
             if not isinstance(action, Drop) or action.tier is self._upper:

@@ -163,10 +163,8 @@ class Pilot:
             state = state.copy()
             for wait in waits:
                 apply(state, wait)
-        return [
-            *waits,
-            *make_room(state, touches=touches, held=held, capacity=capacity, order=self._order(self.stretch)),
-        ]
+        order = self._order(self.stretch)
+        return [*waits, *make_room(state, touches=touches, held=held, capacity=capacity, order=order)]
 
     def _order(self, stretch: Stretch) -> Order:
         if stretch.trace is not None and stretch.position < len(stretch.trace.moments):

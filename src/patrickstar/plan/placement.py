@@ -69,7 +69,6 @@ def place_on_all_tiers(
 
 
 def _sizes(layout: Layout, planes: Iterable[str], formats: Formats) -> dict[PlaneRef, int]:
-    """Bytes of every unit of these planes."""
     slot_bytes = bytes_of_slot(layout, formats)
     return {ref: slots_of(ref, layout, formats) * slot_bytes for ref in formats.units(layout, planes)}
 
@@ -134,14 +133,8 @@ def _place_below(machine: Machine, new: Mapping[PlaneRef, int], *, state: Reside
     def with_staging(nbytes: int) -> dict[PlaneRef, Tier]:
         spilled = set(new)
         if machine.compute is Tier.DEVICE:
-            spilled = _spill(
-                new,
-                host_bytes=machine.budget[Tier.HOST],
-                disk=disk_bytes > 0,
-                held=sum(resting[Tier.HOST]),
-                staging=nbytes,
-                why=why,
-            )
+            host_bytes, held = machine.budget[Tier.HOST], sum(resting[Tier.HOST])
+            spilled = _spill(new, host_bytes=host_bytes, disk=disk_bytes > 0, held=held, staging=nbytes, why=why)
         parts = {"model states": sum(resting[Tier.DISK]), "gradients": sum(new[ref] for ref in spilled)}
         _refuse_full_disk(parts, disk_bytes, why=why)
         return {ref: Tier.DISK if ref in spilled else Tier.HOST for ref in new}

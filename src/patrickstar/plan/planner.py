@@ -15,8 +15,9 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
+from patrickstar.core.fixed_costs import FixedCosts
 from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
@@ -34,25 +35,39 @@ from patrickstar.plan.weave import own_moments, weave
 from patrickstar.plan.whole_chunks import update_whole_chunks
 
 _KEPT: Final = 192
+SPARE_SHARE: Final = 16
 _Answer = TypeVar("_Answer")
 
 
-class PlanBudgets(Protocol):
-    """The budgets of a session or a forecast, as far as plans are concerned."""
+class PlanBudgets:
+    """The budgets of a session or a forecast, as far as plans are concerned (`Budgets` in `step/budgets.py`)."""
 
-    @property
-    def machine(self) -> Machine:
-        """The machine, with what chunks and activations may take of each tier."""
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Bytes that count as activations at every moment."""
+    __slots__ = ()
+    machine: Machine
+    fixed_bytes: int
+    extra_bytes: int
 
     def room_bytes(self, *, knows_workspaces: bool = False) -> int:
-        """Bytes that chunks and activations may take of the compute tier."""
+        """Bytes that chunks and activations may take of the compute tier. `knows_workspaces`: whether what kernels take counts among these."""
+        compute = self.machine.compute
+        return self.machine.given(compute) if knows_workspaces else self.machine.budget[compute]
 
     def machine_for(self, need_bytes: int, *, taken_bytes: int = 0, knows_workspaces: bool = False) -> Machine:
-        """The machine to plan a stretch for that needs at least so much of the compute tier."""
+        """The machine to plan a stretch for that needs at least so much of the compute tier.
+
+        Args:
+            taken_bytes: what the user has taken of that tier's budget. knows_workspaces: as for `room_bytes`.
+        """
+        compute = self.machine.compute
+        budget = self.room_bytes(knows_workspaces=knows_workspaces) - taken_bytes
+        room = max(budget - self.spare_bytes, min(budget, need_bytes))
+        costs = FixedCosts() if knows_workspaces else self.machine.costs
+        return Machine(compute, {**self.machine.budget, compute: room}, costs)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of the compute tier that are kept free where it can be: `extra_bytes`, but no more than a sixteenth of a small budget."""
+        return min(self.extra_bytes, self.machine.budget[self.machine.compute] // SPARE_SHARE)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -64,7 +79,7 @@ class Planner:
         weaves: whether updates are woven into the next forward. keeps: whether an allocator of a device keeps what activations have had.
         norm_bytes, update_bytes: what the norm, or an update, takes of the tier that computes.
         checks: whether each new plan is held against `plan/check.py`.
-        made: is told of each new plan, and its trace.
+        made: is told of each new plan, and its trace. used_below: gradients that updates of the last step have read on the tier below.
     """
 
     layout: Layout
@@ -82,14 +97,10 @@ class Planner:
 
     _memo: OrderedDict[Hashable, tuple[Any, tuple[object, ...]]] = field(default_factory=OrderedDict, init=False)
     _follower: dict[StretchKind, Trace] = field(default_factory=dict, init=False)
-    _used_below: frozenset[PlaneRef] = field(default=frozenset(), init=False)  # by the updates of the last step
+    used_below: frozenset[PlaneRef] = field(default=frozenset(), init=False)
 
     def plan(self, ask: Ask) -> Draft:
-        """The plan of a stretch, by all passes in turn.
-
-        Raises:
-            BudgetError: some moment does not fit.
-        """
+        """The plan of a stretch, by all passes in turn. BudgetError: some moment does not fit."""
         draft = Draft(ask, ask.trace, ask.trace)
         for make_better in PASSES:
             draft = make_better(self, draft)
@@ -165,12 +176,8 @@ class Planner:
             return {}
         machine = self.budgets.machine_for(0, taken_bytes=taken_bytes)
         tiers = choose_tiers(updates, start, machine=machine, peak_bytes=level_bytes, choice=self.choice)
-        self._used_below = frozenset(PlaneRef(chunk, GRAD) for chunk in tiers)
+        self.used_below = frozenset(PlaneRef(chunk, GRAD) for chunk in tiers)
         return tiers
-
-    def goes_down(self, ask: Ask) -> frozenset[PlaneRef]:
-        """The gradients that the updates after a stretch will read on the tier below: they are complete in the last backward before a step."""
-        return self._used_below if ask.is_last else frozenset()
 
     def read_where_it_is(self, norm: Trace, nearest: Callable[[tuple[Touch, ...]], tuple[Touch, ...]]) -> Trace:
         """The trace of a norm each of whose moments reads a gradient where that is. `nearest`: gives the touches for that."""
@@ -196,10 +203,8 @@ def allow_excess(planner: Planner, draft: Draft) -> Draft:
     trace = draft.trace
 
     def make() -> Trace:
-        seen = (max(moment.nonmodel_bytes, min(level, moment.nonmodel_bytes + excess)) for moment in trace.moments)
-        return Trace(
-            tuple(replace(moment, nonmodel_bytes=own) for moment, own in zip(trace.moments, seen, strict=True))
-        )
+        seen = [max(one.nonmodel_bytes, min(level, one.nonmodel_bytes + excess)) for one in trace.moments]
+        return Trace(tuple(map(lambda one, nbytes: replace(one, nonmodel_bytes=nbytes), trace.moments, seen)))
 
     raised = planner.once(("excess", id(trace), level, excess), make, trace)
     return replace(draft, trace=raised, foreseen=raised)
@@ -282,7 +287,8 @@ def _woven(planner: Planner, draft: Draft, updates: Trace) -> Trace:
 def make(planner: Planner, draft: Draft) -> Draft:
     """Makes the plan: moment by moment, what must leave so that the moment fits, and what must come."""
     ask, trace, start = draft.ask, draft.trace, draft.ask.start
-    after, goes_down = planner.following(ask.kind), planner.goes_down(ask)
+    # Gradients that updates read on the tier below are complete in the last backward before a step.
+    after, goes_down = planner.following(ask.kind), planner.used_below if ask.is_last else frozenset[PlaneRef]()
     asked = (ask.kind, id(trace), id(after), ask.taken_bytes, draft.frees, goes_down, ask.knows_workspaces)
     contents = (
         frozenset(start.newest.items()),

@@ -14,7 +14,7 @@ between, a copy takes slots as long as it is there.
 | `mark_written` on a tier      | newest there, nothing in flight                          | newest there alone: other slots of it are stale |
 | `mark_free`                   | nothing in flight, or read by an update                  | free: its slots are stale; after the update     |
 
-From a work's issue to its wait no slots that it uses go, and nothing else is written there. `plan/works.py` says what it uses.
+From a work's issue to its wait no slots that it uses go, and nothing else is written there. `plan/actions.py` says what it uses.
 
 Slots that are stale hold nothing that anybody wants: they are given back as soon as room is made. `make_room` (`plan/make_room.py`) decides and
 changes nothing; `apply` is the only transition; `mark_written` and `mark_free` tell the state what a moment did.
@@ -34,9 +34,8 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment
-from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work, WorkKind
+from patrickstar.plan.actions import Action, Drop, Issue, Place, Wait, Work, WorkKind, reads, units_of, writes
 from patrickstar.plan.snapshot import Snapshot
-from patrickstar.plan.works import Place, reads, units_of, writes
 
 _ALONE: Final = MappingProxyType({tier: frozenset((tier,)) for tier in Tier})
 
@@ -113,6 +112,10 @@ class Residency:
         resting = dict.fromkeys(Tier, 0)
         for ref, tier in snapshot.home.items():
             resting[tier] += slots[ref]
+
+        def is_stale(ref: PlaneRef, tier: Tier) -> bool:
+            return tier not in newest.get(ref, ()) and flights.get(ref, (tier, None))[1] is not tier
+
         return cls(
             compute=snapshot.compute,
             slot_bytes=snapshot.slot_bytes,
@@ -120,14 +123,7 @@ class Residency:
             slots=slots,
             newest=newest,
             taken=taken,
-            stale={
-                tier: {
-                    ref
-                    for ref in refs
-                    if tier not in newest.get(ref, ()) and flights.get(ref, (tier, None))[1] is not tier
-                }
-                for tier, refs in taken.items()
-            },
+            stale={tier: {ref for ref in refs if is_stale(ref, tier)} for tier, refs in taken.items()},
             under_way={ref: InUse((Issue.copy(ref, src, dst, slots[ref]),)) for ref, (src, dst) in flights.items()},
             slots_used={tier: sum(slots[ref] for ref in refs) for tier, refs in taken.items()},
             slots_resting=resting,

@@ -182,8 +182,6 @@ class Stretch:
         following = next((moment.touches for moment in rest if moment.updates is None), ())
         return any(touch.ref == ref for touch in following)
 
-    # moments
-
     def open(self, held: Collection[PlaneRef]) -> Sequence[Action] | None:
         """Actions that the plan has before the next moment, to be done at once; None where it cannot be followed yet."""
         draft, plan, number = self.followed, self.plan, self.position
@@ -243,8 +241,6 @@ class Stretch:
         self.let_go_at = self.position
         self.depart(f"{ref} was released before op {self.position} of the {self.kind}, which its plan does not expect")
         return False
-
-    # what else becomes of it
 
     def reserve(self, nbytes: int) -> None:
         """Leaves so much more room where moments are decided on the spot; a negative number gives room back."""

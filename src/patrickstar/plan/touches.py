@@ -106,9 +106,6 @@ class Touches:
         return self.formats.now.is_split(self.layout.slices[self.layout.owner(label)].chunk, self.layout)
 
 
-# pieces of parameters, and chunks
-
-
 def gradient_parts(layout: Layout, label: str, *, writes: bool) -> Iterator[tuple[Part, tuple[Touch, ...]]]:
     """The moments in which a gradient in its plane is read or written: the piece that each is about, and what it touches."""
     for part in layout.parts(label):
@@ -128,9 +125,6 @@ def update_touches(chunk: int, layout: Layout, formats: Formats, *gradient: Touc
     return tuple(sorted([weight, *(Touch(PlaneRef(chunk, plane), True) for plane in planes), *gradient]))
 
 
-# stretches whose moments are known beforehand
-
-
 def step_trace(
     layout: Layout, names: Iterable[str], *, formats: Formats, in_plane: bool, scratch_bytes: int = 0
 ) -> Trace:
@@ -145,8 +139,7 @@ def step_trace(
         label = next((piece.name for piece in layout.tensors_in(chunk) if piece.name in wanted), None)
         if label is None or not formats.is_trained(chunk, layout):
             continue
-        gradient = [Touch(PlaneRef(chunk, GRAD))] if in_plane else []
-        touches = update_touches(chunk, layout, formats, *gradient)
+        touches = update_touches(chunk, layout, formats, *([Touch(PlaneRef(chunk, GRAD))] if in_plane else []))
         moments.append(Moment(Phase.STEP, label, touches, nonmodel_bytes=scratch_bytes, updates=chunk))
     return Trace(tuple(moments))
 

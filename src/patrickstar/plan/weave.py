@@ -10,7 +10,6 @@ fit beside what is alive at any moment of the forward comes before the first: so
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from patrickstar.core.planes import GRAD, PlaneRef
@@ -40,7 +39,10 @@ def weave(trace: Trace, updates: Trace, *, state: Residency, capacity_bytes: int
     needs = (one.nonmodel_bytes + sum(map(state.unit_bytes, {*one.held} - at_home)) for _, one in forward)
     alive = max(needs, default=0)
     before: dict[int, list[Moment]] = {}
-    due = {update.updates: _due(update, first_use, last) for update in updates.moments}
+    due = {
+        update.updates: min((first_use[touch.ref] for touch in update.touches if touch.ref in first_use), default=last)
+        for update in updates.moments
+    }
     in_order = sorted(updates.moments, key=lambda update: due[update.updates])
     for number, update in enumerate(in_order):
         own = update.nonmodel_bytes + sum(state.unit_bytes(ref) for ref in pinned_at(update) if ref not in at_home)
@@ -66,17 +68,12 @@ def own_moments(woven: Trace) -> list[int]:
 
 
 def _first_uses(trace: Trace) -> dict[PlaneRef, int]:
-    """The first moment that needs an update of each unit to be over."""
     found: dict[PlaneRef, int] = {}
     for index, moment in enumerate(trace.moments):
         for touch in moment.touches:
             if needs_before(touch):
                 found.setdefault(touch.ref, index)
     return found
-
-
-def _due(update: Moment, first_use: Mapping[PlaneRef, int], last: int) -> int:
-    return min((first_use[touch.ref] for touch in update.touches if touch.ref in first_use), default=last)
 
 
 def _as_at(update: Moment, trace: Trace, index: int, *, kept_bytes: int) -> Moment:

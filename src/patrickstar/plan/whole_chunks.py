@@ -86,7 +86,6 @@ def update_whole_chunks(
 
 
 def _update_of(chunk: int, last: Moment) -> Moment:
-    """The update of a chunk whose last gradient comes with this moment."""
     held = tuple(ref for ref in last.held if ref not in _touched(last))
     touches = (*last.touches, Touch(PlaneRef(chunk, GRAD)))
     return replace(last, phase=Phase.STEP, touches=touches, held=held, updates=chunk)

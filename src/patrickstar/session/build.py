@@ -22,17 +22,16 @@ from patrickstar.memory.arena import Arena
 from patrickstar.memory.device_space import DeviceSpace
 from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.links import MakeLane, lanes_of
-from patrickstar.memory.pinned_space import PinnedSpace
-from patrickstar.memory.space import HostSpace, Space
+from patrickstar.memory.space import HostSpace, PinnedSpace, Space
 from patrickstar.memory.store import ChunkStore
 from patrickstar.memory.unit_bytes import UnitBytes
 from patrickstar.memory.works_under_way import WorksUnderWay
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.user_optimizer import read_groups
-from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.blocks import Blocks
-from patrickstar.parameters.escapes import EscapedMemory
+from patrickstar.parameters.changes import EscapedMemory
+from patrickstar.parameters.exchange import BackwardSums
 from patrickstar.parameters.registered import Registered
 from patrickstar.plan.fit import of_machine
 from patrickstar.plan.pilot import Pilot
@@ -45,8 +44,7 @@ from patrickstar.step.assembling import Assembling
 from patrickstar.step.device_room import DeviceRoom
 from patrickstar.step.events import Events
 from patrickstar.step.executor import Executor
-from patrickstar.step.fitting_blocks import FittingBlocks
-from patrickstar.step.forwards import KnownForwards
+from patrickstar.step.forwards import FittingBlocks, KnownForwards
 from patrickstar.step.gathering import Gathering
 from patrickstar.step.gradients import Gradients
 from patrickstar.step.late_planes import LatePlanes

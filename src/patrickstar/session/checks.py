@@ -19,8 +19,8 @@ from patrickstar.deferred.deferred_init import deferred_by, is_building
 from patrickstar.deferred.operations import is_dense
 from patrickstar.errors import ConfigError, LayoutError, RankError, StateError
 from patrickstar.optim.user_optimizer import read_state
+from patrickstar.parameters.transforms import expect_unwrapped
 from patrickstar.parameters.whole_parameters import manager_of
-from patrickstar.parameters.wrappers import expect_unwrapped
 from patrickstar.session.start import Setup
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

@@ -32,7 +32,7 @@ from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.paper_run import PaperRun
 from patrickstar.session.start import Setup, add_gradients, resting_state, set_up
 from patrickstar.step.budgets import Budgets, find_resources, leaves_room
-from patrickstar.step.fitting_blocks import FittingBlocks
+from patrickstar.step.forwards import FittingBlocks
 from patrickstar.step.resources import Resources
 from patrickstar.step.room import EARLY_BYTES
 from patrickstar.tracing.offline import Foreseen

@@ -34,7 +34,7 @@ from patrickstar.parallel.group import MeshGroup
 from patrickstar.parallel.model_groups import groups_of
 from patrickstar.parallel.tensor_2d import cuts_of, grid_of
 from patrickstar.parameters.bound import names_by_id
-from patrickstar.parameters.wrappers import expect_unwrapped
+from patrickstar.parameters.transforms import expect_unwrapped
 from patrickstar.plan.fit import of_machine
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.adopt import take_over

@@ -17,6 +17,7 @@ from patrickstar.errors import ConfigError, DeviceError
 from patrickstar.memory.allocator import Allocator
 from patrickstar.memory.filesystem import DISK_SHARE, free_bytes
 from patrickstar.optim.scratch import NONE, PassBytes
+from patrickstar.plan.planner import SPARE_SHARE, PlanBudgets
 from patrickstar.plan.simulate import Simulation
 from patrickstar.step.resources import Resources
 from patrickstar.units import KIB, MIB, format_bytes, parse_size
@@ -28,14 +29,13 @@ DEVICE_SHARE = 0.9
 _SMALL_TENSORS_BYTES = 4 * KIB  # of a step on a device: a loss that is kept, factors, counts, a grain for each
 # And what kernels keep for each thread: no smaller host_memory is never grown past, decision record 0022.
 _FLOOR_BYTES = 240 * MIB
-_SPARE_SHARE = 16
 _THREAD_BYTES = 8 * MIB  # what the matrix kernels keep for each thread that computes: decision record 0002
 _EXPECTED_BYTES = 24 * MIB  # of `extra_bytes`, as a rule: the same record
 _SMALL_BYTES = 16 * MIB  # of weights: the kernels of smaller models keep next to nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Budgets:
+class Budgets(PlanBudgets):
     """The tiers and what they may hold.
 
     Attributes:
@@ -74,36 +74,14 @@ class Budgets:
         """True where there is a bound, or a tier below, for which something may have to move."""
         return self.host_binds or self.machine.compute is not Tier.HOST or Tier.DISK in self.machine.budget
 
-    def room_bytes(self, *, knows_workspaces: bool = False) -> int:
-        """Bytes that chunks and activations may take of the compute tier. `knows_workspaces`: whether what kernels take counts among these."""
-        compute = self.machine.compute
-        return self.machine.given(compute) if knows_workspaces else self.machine.budget[compute]
-
     def hold(self, state_bytes: int, beside_bytes: int) -> bool:
         """Tells whether all model states, of so many bytes, can stay on the compute tier beside so much of activations and workspaces."""
         return not self.bind or state_bytes + beside_bytes + self.spare_bytes <= self.room_bytes()
 
-    def machine_for(self, need_bytes: int, *, taken_bytes: int = 0, knows_workspaces: bool = False) -> Machine:
-        """The machine to plan a stretch for that needs at least so much of the compute tier.
-
-        Args:
-            taken_bytes: what the user has taken of that tier's budget. knows_workspaces: as for `room_bytes`.
-        """
-        compute = self.machine.compute
-        budget = self.room_bytes(knows_workspaces=knows_workspaces) - taken_bytes
-        room = max(budget - self.spare_bytes, min(budget, need_bytes))
-        costs = FixedCosts() if knows_workspaces else self.machine.costs
-        return Machine(compute, {**self.machine.budget, compute: room}, costs)
-
-    @property
-    def spare_bytes(self) -> int:
-        """Bytes of the compute tier that are kept free where it can be: `extra_bytes`, but no more than a sixteenth of a small budget."""
-        return min(self.extra_bytes, self.machine.budget[self.machine.compute] // _SPARE_SHARE)
-
     @property
     def beside_bytes(self) -> int:
         """Bytes that the process is expected to take beside those that are counted: 0 where nobody gave a bound, little under a small one."""
-        return min(_EXPECTED_BYTES, self.machine.budget[Tier.HOST] // _SPARE_SHARE) if self.extra_bytes else 0
+        return min(_EXPECTED_BYTES, self.machine.budget[Tier.HOST] // SPARE_SHARE) if self.extra_bytes else 0
 
     def __str__(self) -> str:
         given = ", ".join(f"{tier.label} {format_bytes(self.machine.given(tier))}" for tier in self.machine.budget)
@@ -177,13 +155,11 @@ def find_budgets(
             )
         if not host_binds:
             return Budgets(Machine(Tier.HOST, budget), host_binds, limit, 1.0)
-        fixed = min(_THREAD_BYTES * has.threads, max(0, weight_bytes + absent_bytes - _SMALL_BYTES) // _SPARE_SHARE)
+        fixed = min(_THREAD_BYTES * has.threads, max(0, weight_bytes + absent_bytes - _SMALL_BYTES) // SPARE_SHARE)
         return Budgets(Machine(Tier.HOST, budget, costs), host_binds, limit, has.retains, has.extra_bytes, fixed)
-    default, total = (
-        (int(has.device_free_bytes * DEVICE_SHARE), has.device_total_bytes)
-        if has.on_gpu
-        else (host, has.host_total_bytes)
-    )
+    default, total = host, has.host_total_bytes
+    if has.on_gpu:
+        default, total = int(has.device_free_bytes * DEVICE_SHARE), has.device_total_bytes
     wanted = memory.device_memory
     given = default if wanted is None else parse_size(wanted, name="device_memory", total_bytes=total)
     costs = WorkspaceCosts(given, percent=has.workspace_percent)

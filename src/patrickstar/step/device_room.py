@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 import weakref
+from functools import cache
 from typing import ClassVar
 
 import torch
 
 from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.errors import BudgetError
-from patrickstar.memory.shortages import tell_when_out_of_memory
 from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.pilot import Pilot
 from patrickstar.plan.stretch import Stretch, StretchKind
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.known_forwards import KnownForward
 from patrickstar.step.room import EmulatedRoom
-from patrickstar.torch_private import allocated_bytes
+from patrickstar.torch_private import allocated_bytes, attach_out_of_memory_observer
 from patrickstar.units import format_bytes
 
 _log = logging.getLogger("patrickstar")
@@ -37,7 +37,7 @@ class DeviceRoom(EmulatedRoom):
     def __init__(self, pilot: Pilot, store: ChunkStore, budgets: Budgets) -> None:
         super().__init__(pilot, store, budgets)
         self._device = budgets.device
-        tell_when_out_of_memory(self._device, self)
+        _rooms().setdefault(self._device.index or 0, weakref.WeakSet()).add(self)
 
         self._counts = self._has_told = False
         self._is_alone = True
@@ -148,3 +148,16 @@ class DeviceRoom(EmulatedRoom):
             needed_bytes=needed,
             available_bytes=slots + allocated + free_bytes,
         )
+
+
+@cache
+def _rooms() -> dict[int, weakref.WeakSet[DeviceRoom]]:
+    """Rooms by number of the device, told of tensors it has no memory for. torch lets go of no observer: one of ours is in a process, for good."""
+    found: dict[int, weakref.WeakSet[DeviceRoom]] = {}
+
+    def tell(device: int, asked_bytes: int, total_bytes: int, free_bytes: int) -> None:
+        for room in list(found.get(device, ())):
+            room(asked_bytes, free_bytes, total_bytes)
+
+    attach_out_of_memory_observer(tell)
+    return found

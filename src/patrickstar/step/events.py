@@ -20,11 +20,10 @@ from patrickstar.hooks import frames, is_running_in
 from patrickstar.memory.leases import AssembledKey, CopyKey, WeightKey
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.call_order import CallOrder
-from patrickstar.parameters.escapes import EscapedMemory
+from patrickstar.parameters.changes import EscapedMemory
 from patrickstar.parameters.owner import Owner
 from patrickstar.parameters.registered import Registered
-from patrickstar.parameters.transforms import expect_ordinary_call, is_ordinary_call
-from patrickstar.parameters.wrappers import expect_no_wrapper
+from patrickstar.parameters.transforms import expect_no_wrapper, expect_ordinary_call, is_ordinary_call
 from patrickstar.plan.touches import Touches
 from patrickstar.step.assembling import Assembling
 from patrickstar.step.executor import Executor
@@ -36,7 +35,7 @@ from patrickstar.step.training import Training
 from patrickstar.step.weight_masters import Masters
 from patrickstar.step.whole import Whole
 from patrickstar.torch_private import backward_id, backward_makes_graph
-from patrickstar.tracing.cast_inputs import cast_inputs
+from patrickstar.tracing.inputs import cast_inputs
 
 
 @dataclass(kw_only=True, eq=False)

@@ -17,10 +17,10 @@ from patrickstar.memory.device_failure import noticed_at
 from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.actions import Wait, Work
 from patrickstar.plan.pilot import Pilot
-from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.room import Room
 from patrickstar.torch_private import NotInference, Plain, backward_id, no_gradients
+from patrickstar.tracing.live_bytes import TraceRecorder
 
 
 class Executor:
@@ -41,8 +41,6 @@ class Executor:
         self._last: Sequence[Touch] = ()  # of the last moment
         self.recorder: TraceRecorder | None = None
         self.pending: PendingStep | None = None
-
-    # moments
 
     def moment(self, phase: Phase, label: str, touches: Sequence[Touch]) -> None:
         """Makes what these touches need usable where they are. Units to be written count as written.
@@ -241,8 +239,6 @@ class Executor:
         stretch = self.pilot.stretch
         is_known = self.recorder is not None or (stretch.followed is not None and not stretch.complete)
         return Phase.FORWARD if is_known else Phase.STEP
-
-    # our own operations
 
     @contextmanager
     def apart(self) -> Iterator[None]:

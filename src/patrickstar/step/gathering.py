@@ -112,8 +112,6 @@ class Gathering(Exchange):
         kinds = hashlib.sha256(str([len(hypers), *dict.fromkeys(hypers.values())]).encode()).hexdigest()[:8]
         self.collectives.past = f"after step {self.steps} by hyper-parameters {kinds}"
 
-    # the norm
-
     def norm(self, names: Collection[str]) -> SharedNorm:
         """A norm of these gradients, in layout order, to which each rank adds its own parts."""
         shares = [self.shares_of(name) for name in names]

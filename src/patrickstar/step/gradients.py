@@ -221,7 +221,6 @@ class Gradients:
                 self.views.changed(AssembledKey(name, GRAD))
 
     def _apply_factors(self, name: str) -> None:
-        """Multiplies a gradient in the plane with its factors, before anything is added to it."""
         factors = self.factors.pop(name, ())
         if factors:
             with self.executor.quiet():

@@ -21,7 +21,7 @@ from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Phase, Trace
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.stretch import Stretch
-from patrickstar.tracing.signature import Signature
+from patrickstar.tracing.inputs import Signature
 
 BEING_MEASURED = "the forward did not go as its trace; it is being measured"
 _MEASUREMENTS = 3
@@ -136,7 +136,6 @@ def _forward_is(trace: Trace | None, stretch: Stretch, recorded: Trace | None) -
 
 
 def _forward_of(trace: Trace) -> list[Hashable]:
-    """Touches of the forward in a trace, moment by moment."""
     return [moment.touches for moment in trace.moments if moment.phase is Phase.FORWARD]
 
 

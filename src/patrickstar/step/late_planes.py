@@ -26,6 +26,7 @@ from patrickstar.step.executor import Executor
 _WIDE = 4  # bytes of an element in fp32
 _Homes = dict[PlaneRef, Tier]
 _Slots = Mapping[PlaneRef, int]
+_Grow = Callable[[Formats], Formats]
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,9 +162,7 @@ class LatePlanes:
             self._reform(home, slots, keep=keep, grow=partial(Formats.widen, chunk=ref.chunk))
         self.changed("gradients of several backwards add up in fp32 from now on")
 
-    def _reform(
-        self, homes: _Homes, slots: _Slots, *, keep: PlaneRef | None, grow: Callable[[Formats], Formats]
-    ) -> None:
+    def _reform(self, homes: _Homes, slots: _Slots, *, keep: PlaneRef | None, grow: _Grow) -> None:
         """Takes units in, or in another size. `keep`: the unit whose contents stay, in its new type. `grow`: gives the formats with these units."""
         executor, state = self.executor, self.executor.store.state
         with executor.apart():
@@ -184,13 +183,9 @@ class LatePlanes:
         """Homes for units. BudgetError where the units do not fit there, or the update of a chunk does not fit any more."""
         self._expect_room_for_updates(new, slots, formats)
         store = self.executor.store
-        homes = place_more(
-            self.machine,
-            new,
-            home=store.state.home,
-            slots={**store.state.slots, **slots},
-            slot_bytes=store.state.slot_bytes,
-        )
+        state = store.state
+        sizes = {**state.slots, **slots}
+        homes = place_more(self.machine, new, home=state.home, slots=sizes, slot_bytes=state.slot_bytes)
         store.units.prepare(homes, slots)
         return homes
 

@@ -72,8 +72,6 @@ class OptimizerStep(Doer):
         in_chunks = self.in_chunks  # through it, this must not hold itself
         self.make_fit = lambda bound, gradient: in_chunks.make_fit(bound, gradient.dtype)
 
-    # orders
-
     def order(self, names: Collection[str], hypers: Mapping[str, Hyper]) -> PendingStep:
         """A step of these parameters, as things stand now, which counts as one of each from here on."""
         for name in names:
@@ -102,8 +100,6 @@ class OptimizerStep(Doer):
         self.seconds = order.seconds
         if not order.is_woven:
             self.binding.changes.stepped(order.hypers)
-
-    # the update of a chunk
 
     def work(self, order: PendingStep, chunk: int, tier: Tier) -> Task:
         """The work of a chunk's update, from its accumulated gradient: each parameter once, whoever asks for it how often.
@@ -247,18 +243,9 @@ class OptimizerStep(Doer):
         return weight, units.get(PlaneRef(chunk, REST)), *averages
 
     def _update(self, planes: _Planes, span: slice, gradient: Tensor, alike: _Alike) -> None:
-        """Updates these elements from their gradient, which stays as it is, scaled by the factors first."""
         (weight, rest, exp_avg, exp_avg_sq), (step, hyper, factors) = planes, alike
-        self.passes[weight.device.type].update(
-            weight[span],
-            None if rest is None else rest[span],
-            gradient,
-            exp_avg[span],
-            exp_avg_sq[span],
-            step=step,
-            hyper=hyper,
-            factors=factors,
-        )
+        own = weight[span], None if rest is None else rest[span], gradient, exp_avg[span], exp_avg_sq[span]
+        self.passes[weight.device.type].update(*own, step=step, hyper=hyper, factors=factors)
 
     def _ranges(self, chunk: int, order: PendingStep) -> list[tuple[slice, _Alike]]:
         """Adjacent elements of a chunk that are updated alike."""

@@ -75,7 +75,6 @@ class Overflow:
             self._flags.append(flag)
 
     def _new_flag(self, device: torch.device) -> Tensor:
-        """A flag for the current stream."""
         place = (device, None if device.type == "cpu" else torch.accelerator.current_stream(device))
         if self._block is None or self._used == _BLOCK or place != self._place:
             self._block, self._used, self._place = torch.ones(_BLOCK, dtype=torch.int32, device=device), 0, place

@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 from torch import Tensor
@@ -84,8 +85,6 @@ class PendingStep:
             for touch in moment.touches:
                 self._of_unit.setdefault(touch.ref, []).append(chunk)
 
-    # gradients that arrive
-
     def takes(self, part: Part) -> bool:
         """Tells whether a gradient of these elements goes into its chunk, to be used with the others of that."""
         return part.chunk in self.arrivals
@@ -113,14 +112,10 @@ class PendingStep:
         pieces = [piece for piece in layout.tensors_in(chunk) if piece.name in self.hypers]
         return pieces if came is None else [piece for piece in pieces if piece.start in came]
 
-    # updates
-
     def due(self, touches: Iterable[Touch]) -> list[Moment]:
         """The updates that must be done before somebody touches these units."""
-        chunks = dict.fromkeys(
-            chunk for touch in touches if needs_before(touch) for chunk in self._of_unit.get(touch.ref, ())
-        )
-        return [self.waiting[chunk] for chunk in chunks if chunk in self.waiting]
+        found = (self._of_unit.get(touch.ref, ()) for touch in touches if needs_before(touch))
+        return [self.waiting[chunk] for chunk in dict.fromkeys(chain(*found)) if chunk in self.waiting]
 
     def reads(self, gradient: PlaneRef) -> bool:
         """Tells whether an update that has not begun will read this gradient."""

@@ -83,8 +83,6 @@ class Room:
         self._before_bytes = 0  # beside chunks, at the moment before
         self._making_bytes = 0
 
-    # stretches
-
     def planned(self, plan: Plan, trace: Trace) -> None:
         """Takes note of a plan that a stretch is about to follow."""
 
@@ -100,8 +98,6 @@ class Room:
     def rise(self, nbytes: int) -> None:
         """Notes that a moment takes so much beside chunks."""
         self.level_bytes = max(self.level_bytes, nbytes)
-
-    # moments
 
     def within(self, actions: Sequence[Action], moment: _Moment) -> Sequence[Action]:  # noqa: ARG002
         """Actions before a moment that leave what lies beside chunks its room: these, or others that are decided on the spot."""
@@ -168,8 +164,6 @@ class Room:
             self._making_bytes -= nbytes
             leases.making_bytes -= nbytes - reserved
             stretch.reserve(-reserved)
-
-    # live bytes, while they are metered
 
     def start_meter(self, *, acts: bool) -> LiveBytes:
         """Switches the meter on, which it gives. `acts`: whether chunks may leave for what it counts."""
@@ -355,7 +349,6 @@ class EmulatedRoom(Room):
         self._expect_room(self._store.state.slots_used[self._compute])
 
     def _expect_room(self, slots: int) -> None:
-        """Raises BudgetError where live bytes and so many slots would exceed the budget."""
         over = self._over_bytes(slots)
         if not over or self.meter is None:
             return

@@ -6,8 +6,9 @@ A stretch is planned when it begins, from where every unit is then (`plan/planne
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from patrickstar.errors import BudgetError
 from patrickstar.parameters.blocks import Blocks
 from patrickstar.parameters.registered import Registered
 from patrickstar.plan.planner import Planner
-from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.stretch import Ask, Draft, Stretch, StretchKind
 from patrickstar.step.budgets import Budgets
 from patrickstar.step.executor import Executor
@@ -26,11 +26,62 @@ from patrickstar.step.forwards import KnownForwards
 from patrickstar.step.known_forwards import BEING_MEASURED, KnownForward
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.pending_step import PendingStep
-from patrickstar.step.step_counts import StepCounts
 from patrickstar.step.whole import Whole
 from patrickstar.tracing.caches import cache_tensors
-from patrickstar.tracing.signature import asks_for_gradients, can_be_traced
+from patrickstar.tracing.inputs import asks_for_gradients, can_be_traced
+from patrickstar.tracing.live_bytes import TraceRecorder
 from patrickstar.units import format_bytes
+
+_log = logging.getLogger("patrickstar")
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """Counts of steps that have ended. A step is planned where every stretch of it was.
+
+    Attributes:
+        planned, reactive: steps that went as planned, and steps that did not. reason: why the last of these did not.
+        reasons: why stretches of the step under way did not. was_planned: whether the last step was.
+    """
+
+    planned: int = 0
+    reactive: int = 0
+    reason: str = ""
+    reasons: tuple[str, ...] = ()
+    was_planned: bool = False
+
+    @property
+    def steps(self) -> int:
+        """All of them."""
+        return self.planned + self.reactive
+
+    def ended(self, stretch: Stretch, explanation: str) -> StepCounts:
+        """The counts after a stretch, as it has gone. `explanation`: of a departure of its."""
+        if stretch.kind is StretchKind.EVALUATION or (
+            stretch.kind is StretchKind.TRAINING and not stretch.gave_gradients
+        ):
+            return self  # no part of a step: a forward alone, or a backward for other tensors than parameters
+        if stretch.reason:
+            reason = stretch.reason + explanation
+        elif not stretch.complete:
+            reason = f"the {stretch.kind} ended after {stretch.position} ops of its trace"
+        else:
+            return self
+        if stretch.kind is not StretchKind.UPDATE:
+            return replace(self, reasons=(*self.reasons, reason))
+        if self.was_planned:  # an update in a stretch of its own is part of the step that is counted already
+            return replace(self, planned=self.planned - 1, was_planned=False)._with_reactive(reason)
+        return self
+
+    def step_ended(self) -> StepCounts:
+        """The counts after a step: the optimizer has updated, and all that came since the last update was one step."""
+        after = replace(self, reasons=(), was_planned=not self.reasons)
+        return after._with_reactive(self.reasons[-1]) if self.reasons else replace(after, planned=after.planned + 1)
+
+    def _with_reactive(self, reason: str) -> StepCounts:
+        after = replace(self, reactive=self.reactive + 1, reason=reason)
+        _log.info("step %d was not as planned: %s", after.steps, reason)
+        return after
 
 
 @dataclass(kw_only=True, eq=False)
@@ -62,8 +113,6 @@ class Stretches:
     _forwards_a_step: int = field(default=0, init=False)  # in the one before
     _current: KnownForward | None = field(default=None, init=False)
     _recorded: bool = field(default=False, init=False)
-
-    # forwards
 
     def begin_forward(self, registered: Registered, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Begins the stretch of a forward of the whole model. BudgetError: the forward does not fit. Nothing has changed then."""
@@ -164,8 +213,6 @@ class Stretches:
         if draft.whole_chunks is not None:
             self.late_planes.open(draft.whole_chunks.homes, draft.whole_chunks.slots)
         return Stretch(kind, draft)
-
-    # any stretch
 
     def begin_norm(self, trace: Trace) -> Trace:
         """Begins the stretch of the norm of gradients; its moments, each of which reads a gradient on the tier that has it."""

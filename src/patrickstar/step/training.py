@@ -16,9 +16,9 @@ from torch import Tensor
 from patrickstar.core.layout import Layout
 from patrickstar.errors import StateError
 from patrickstar.optim.hyper import Hyper
-from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.exchange import BackwardSums
 from patrickstar.plan.touches import Touches
 from patrickstar.step.executor import Executor
 from patrickstar.step.gathering import Gathering
@@ -59,8 +59,6 @@ class Training(ABC):
     _bringing: int | None = None  # the backward under way that has brought gradients; None: there is none
     _around: int | None = None  # the backward in which a block was last computed again
     _is_nested: bool = False  # whether a backward inside of another has ended, and the other has not
-
-    # gradients arriving
 
     @abstractmethod
     def gradient(self, name: str, gradient: Tensor) -> None:
@@ -111,14 +109,10 @@ class Training(ABC):
         self.in_chunks.whole |= self.in_chunks.names
         self.stretches.backward_ended()
 
-    # gradients read and let go
-
     def has_gradient(self, name: str) -> bool:
-        """Tells whether a parameter has a gradient in the plane."""
         return name in self.in_chunks.names
 
     def is_spent(self, name: str) -> bool:  # noqa: ARG002
-        """Tells whether the gradient of a parameter has been used as it came, and nobody has zeroed it since."""
         return False
 
     def drop_gradient(self, name: str) -> None:
@@ -149,8 +143,6 @@ class Training(ABC):
                     own.requires_grad_(False).zero_()
         self.in_chunks.fill_with_zeros(wanted)
 
-    # clipping and stepping
-
     @abstractmethod
     def clip(self, max_norm: float) -> Tensor:
         """The global norm of all gradients, which count from now on as multiplied with the factor that clips this norm."""
@@ -158,8 +150,6 @@ class Training(ABC):
     @abstractmethod
     def step(self) -> None:
         """Takes the optimizer's step: of every parameter that has a gradient and is in a group."""
-
-    # whether all is of one step
 
     def begin_forward(self) -> None:
         """Makes ready for a forward. StateError where parameters are of no one step."""
@@ -182,7 +172,6 @@ class Training(ABC):
             self._end()
 
     def _half_done(self) -> str:
-        """The reason why an update is half done; empty where none is."""
         what = "an exception ended an optimizer step after part of the parameters had been updated"
         return what if self.updates.is_half_done else ""
 

@@ -15,7 +15,7 @@ from patrickstar.core.trace import Phase, Touch, Trace
 from patrickstar.errors import StateError, some
 from patrickstar.optim.hyper import Hyper
 from patrickstar.parameters.bound import BoundParameter
-from patrickstar.parameters.escapes import EscapedMemory
+from patrickstar.parameters.changes import EscapedMemory
 from patrickstar.plan.stretch import Stretch
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.training import Training
@@ -55,8 +55,6 @@ class InBackwardTraining(Training):
     def __post_init__(self) -> None:
         self._order = PendingStep(self.updates, {}, {}, Trace(()))  # which takes no gradient
         self.binding.gradients.comes = partial(InBackwardTraining._arrives, weakref.proxy(self))
-
-    # gradients arriving
 
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Takes a gradient that has arrived: updates its parameter with it, or keeps it until the backward ends."""
@@ -152,8 +150,6 @@ class InBackwardTraining(Training):
         self._unfinished = False
         self.in_chunks.drop(kept)
 
-    # chunks that are updated whole
-
     def _begin_gathering(self) -> None:
         """Makes ready for the gradients of a backward, or of one inside of it."""
         stretch = self.executor.pilot.stretch
@@ -200,8 +196,6 @@ class InBackwardTraining(Training):
             self._order.close()
             self.executor.settle()
 
-    # gradients read and let go
-
     def is_spent(self, name: str) -> bool:
         return name in self._spent or (name in self._updated and not self.has_gradient(name))
 
@@ -221,8 +215,6 @@ class InBackwardTraining(Training):
         self.binding.gradients.used.forget(names)
         self._spent -= self._spent if names is None else names
         super().zero_grad(set_to_none=set_to_none, names=names)
-
-    # clipping and stepping
 
     def clip(self, max_norm: float) -> Tensor:  # noqa: ARG002
         """Raises StateError: it is too late."""

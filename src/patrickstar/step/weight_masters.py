@@ -40,8 +40,6 @@ class Masters:
         if self._scratch is not None:
             self._scratch.blocks(torch.device("cpu"))  # made now, when nobody counts what a step makes
 
-    # copies
-
     def make(self, name: str) -> Tensor:
         """A copy of a parameter or tile whose units are resident: 1-D, in slot order."""
         bound = self.binding.records[name]
@@ -105,8 +103,6 @@ class Masters:
             rounded = whole[: block.stop - block.start].copy_(kept[block])
             copy[block].copy_(rounded)
 
-    # weights that show the upper half of their master
-
     def keeps_more(self, bound: BoundParameter) -> bool:
         """Tells whether a parameter's master is split, and the parameter shows the upper half itself."""
         return not bound.is_copied and self.touches.keeps_rest(bound.name)
@@ -145,5 +141,4 @@ class Masters:
 
 
 def _piece(flat: Tensor, part: Part) -> Tensor:
-    """The elements of a part, out of those of its parameter or tile."""
     return flat[part.tensor_start : part.tensor_start + part.stop - part.start]

@@ -66,8 +66,6 @@ class Whole:
         kept = (state.unit_bytes(ref) for ref in state.home if ref.plane == GRAD and not state.is_free(ref))
         return max(0, self._sizes[1] - sum(kept))
 
-    # the end of it
-
     def stays(self, expected: KnownForward, reserve_bytes: Callable[[], int]) -> bool:
         """Tells whether parameters keep their bytes in a forward that is about to begin. Where it takes too much beside them they are let go.
 
@@ -118,8 +116,6 @@ class Whole:
         self.binding.gradients.used.forget()
         self.left()
         _log.info("parameters are bound by use from now on: %s", why)
-
-    # updates
 
     def may_update(self, name: str) -> bool:
         """Tells whether a gradient that has just come is whole, and the value of before the update is needed no more.

@@ -57,11 +57,9 @@ class CacheAt:
         memo = {id(tensor): like(tensor) for layer in _layers(self.cache) for tensor in _tensors_of(layer)}
         copied = copy.deepcopy(self.cache, memo)
         for layer in _growing(copied):
-            more = self.past - layer.get_seq_length()
+            more, held = self.past - layer.get_seq_length(), (layer.keys, layer.values)
             for tokens in (more - 1, 1) if more > 0 else ():  # a window has the memory of the last addition to it
-                layer.update(
-                    *(one.new_empty((*one.shape[:-2], tokens, one.shape[-1])) for one in (layer.keys, layer.values))
-                )
+                layer.update(*(one.new_empty((*one.shape[:-2], tokens, one.shape[-1])) for one in held))
         return copied
 
 

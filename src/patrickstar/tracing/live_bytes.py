@@ -1,6 +1,6 @@
 """Counts the bytes of tensors that are no chunk, operation by operation.
 
-Each operation shows what it returns (`seen_operations.py`; in a trial run, `missing.py`). A storage that has not been seen is new: it counts
+Each operation shows what it returns (`seen_operations.py`; in a trial run, `trial_operations.py`). A storage that has not been seen is new: it counts
 from then until it dies. Views and in-place results are no new storage, and neither is anything over a slot. Works on fake tensors as on real
 ones. It does not see what a kernel allocates and frees inside, nor what an allocator keeps; that a tensor takes a block of one it counts.
 """
@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from patrickstar.core.cuda_blocks import cuda_block_bytes
+from patrickstar.core.planes import EXP_AVG, PlaneRef
+from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.tracing.seen_operations import show_to, shown_to
 
 
@@ -32,11 +34,7 @@ class LiveBytes:
     """
 
     def __init__(
-        self,
-        is_slot: Callable[[Tensor], bool],
-        at_change: Callable[[int], None] | None = None,
-        *,
-        on_device: bool = False,
+        self, is_slot: Callable[[Tensor], bool], at_change: Callable[[int], object] = int, *, on_device: bool = False
     ) -> None:
         self._is_slot = is_slot
         self._at_change = at_change
@@ -75,8 +73,7 @@ class LiveBytes:
         if makes_new and self.note(result):
             live = self.live
             self.peak = max(self.peak, live)
-            if self._at_change is not None:
-                self._at_change(live)
+            self._at_change(live)
 
     def note(self, value: Any) -> bool:
         """Counts a tensor, or those in a list, as far as they are new and no slots; tells whether there are any."""
@@ -114,3 +111,36 @@ class LiveBytes:
     def is_shared() -> bool:
         """Tells whether several meters count on this thread: then each counts what is made for the others too."""
         return sum(seer.counts for seer in shown_to()) > 1
+
+
+class TraceRecorder:
+    """Collects moments into a trace. `meter`: of non-model bytes; a moment's are those until the next moment."""
+
+    def __init__(self, meter: LiveBytes) -> None:
+        self._meter = meter
+        self._seen: list[tuple[Phase, str, tuple[Touch, ...], tuple[PlaneRef, ...]]] = []
+        self._peaks: list[int] = []
+        self._live: list[int] = []
+
+    def moment(self, phase: Phase, label: str, touches: Sequence[Touch], held: Iterable[PlaneRef]) -> None:
+        """Writes down a moment, which begins now."""
+        self._peaks.append(self._meter.restart_peak())
+        self._live.append(self._meter.live)
+        used = _only_used(touches)
+        self._seen.append((phase, label, tuple(touches), tuple(ref for ref in held if ref not in used)))
+
+    def trace(self) -> Trace:
+        """The trace of what has been written down; the last moment ends now."""
+        self._peaks.append(self._meter.restart_peak())
+        before_first, *peaks = self._peaks
+        if not peaks:
+            return Trace(())
+        peaks[0] = max(peaks[0], before_first)  # what comes before the first moment is part of it
+        moments = zip(self._seen, peaks, self._live, strict=True)
+        return Trace(tuple(Moment(*seen, nonmodel_bytes=peak, live_bytes=live) for seen, peak, live in moments))
+
+
+def _only_used(touches: Sequence[Touch]) -> set[PlaneRef]:
+    """The units of touches that need not be told to be held as well: where a gradient updates its parameter, who holds that may not be touched."""
+    refs = {touch.ref for touch in touches}
+    return set() if any(ref.plane == EXP_AVG for ref in refs) else refs

@@ -30,22 +30,12 @@ from patrickstar.parameters.exchange import Travel
 from patrickstar.parameters.saved import WeightChangedError
 from patrickstar.parameters.transforms import tensors_in
 from patrickstar.plan.fit import minimum_bytes
+from patrickstar.plan.make import garbage_waits
 from patrickstar.plan.touches import Touches
-from patrickstar.torch_private import (
-    Plain,
-    Undispatched,
-    saves_on_cpu,
-    top_saved_tensors_hooks,
-)
+from patrickstar.torch_private import Plain, Undispatched, saves_on_cpu, top_saved_tensors_hooks
 from patrickstar.tracing.caches import CacheAt, cache_tensors
-from patrickstar.tracing.cast_inputs import cast_inputs
-from patrickstar.tracing.side_effects import (
-    CopiedFunctions,
-    HooklessTensors,
-    collected_at_once,
-    drop_hooks,
-    no_side_effects,
-)
+from patrickstar.tracing.inputs import cast_inputs
+from patrickstar.tracing.side_effects import CopiedFunctions, HooklessTensors, drop_hooks, no_side_effects
 from patrickstar.tracing.trial_operations import TrialOperations
 from patrickstar.tracing.trial_values import Endless
 from patrickstar.tracing.twin import CannotTrace, Twin
@@ -148,7 +138,7 @@ class OfflineTracer:
             _log.info("the forecast leaves out draws at quantile %g: %s", quantile, problem)
             return None
 
-    @collected_at_once()
+    @garbage_waits(collects=True)  # Note [Side effects]
     def _run(
         self,
         model: nn.Module,
@@ -159,7 +149,6 @@ class OfflineTracer:
         blocks: Collection[str],
         quantile: float,
     ) -> Foreseen:
-        """One run of the twin, in which every draw is the given quantile of its distribution."""
         operations = TrialOperations(quantile)
         with ExitStack() as stack:
             stack.enter_context(no_side_effects(self.device))
@@ -278,22 +267,14 @@ def _twin_of(
     Other tensors are copied as they are, being small and of values that may matter.
     """
     with fakes.operations:
-        twins = {
-            name: nn.Parameter(
-                torch.empty_strided(
-                    parameter.shape,
-                    dense_strides(parameter.shape, parameter.stride()),
-                    dtype=dtypes.get(name, torch.float32),
-                    device=fakes.device,
-                ),
-                requires_grad=parameter.requires_grad,
-            )
-            for name, parameter in named.items()
-        }
+        twins = dict[str, nn.Parameter]()
+        for name, parameter in named.items():
+            form = parameter.shape, dense_strides(parameter.shape, parameter.stride())
+            fake = torch.empty_strided(*form, dtype=dtypes.get(name, torch.float32), device=fakes.device)
+            twins[name] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
         memo: dict[int, Any] = {id(named[name]): twin for name, twin in twins.items()}
-        memo.update(
-            (id(buffer), torch.empty_like(buffer, device=fakes.device)) for buffer in model.buffers() if buffer.is_meta
-        )
+        without = (buffer for buffer in model.buffers() if buffer.is_meta)
+        memo.update((id(buffer), torch.empty_like(buffer, device=fakes.device)) for buffer in without)
         # What a module keeps of an earlier forward (the old weight norm its product, a recurrence its state) cannot be copied with its history.
         kept = (tensor for module in model.modules() for tensor in tensors_in(vars(module)))
         with Plain():

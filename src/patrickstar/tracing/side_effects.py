@@ -7,7 +7,7 @@ Note [Side effects]
     Modes are off, but for torch's default device, which decides where a forward's tensors are; a profiler sees nothing; draws are drawn again by
     the step itself, and what is warned of is warned of by the step.
     A twin and its binding hold each other, and would wait for a collection of all that Python has, which is rare: several MiB of each new kind of
-    forward, which no plan knows. They are collected as soon as nobody has them (`collected_at_once`).
+    forward, which no plan knows. They are collected as soon as nobody has them (`garbage_waits`).
     Functions that modules keep as attributes (a patched `forward`) are copied with the twin as far as they hold parts of the model, containers
     or other such functions. What else a forward reaches outside of the model is the real thing: a trial run changes it as a step does.
 """
@@ -15,7 +15,6 @@ Note [Side effects]
 from __future__ import annotations
 
 import copy
-import gc
 import logging
 import random
 import sys
@@ -65,20 +64,6 @@ def no_side_effects(device: torch.device) -> Iterator[None]:
         stack.callback(setattr, parametrize, "_cache", parametrize._cache)
         parametrize._cache = {}
         yield
-
-
-@contextmanager
-def collected_at_once() -> Iterator[None]:
-    """A context whose garbage is collected as it ends. See Note [Side effects]."""
-    # What is made while nothing is collected stays in the youngest generation, which is collected in milliseconds.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-            gc.collect(0)
 
 
 def drop_hooks(modules: Iterable[Any]) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from patrickstar.parameters.transforms import tensors_in
 from patrickstar.torch_private import Undispatched, backward_id, checks_for_nan
 
 _MOST_ELEMENTS = 1 << 16
@@ -116,7 +117,6 @@ class KnownValues:
             return content.of(tensor).item()
 
     def _draw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Gives what has been drawn its values."""
         number = self._drawn_number(func.overloadpacket, _by_name(func, args, kwargs), result)
         if number is None or not self._fill(result, number, drawn=True):
             self._forget_written(func, args, kwargs)
@@ -150,7 +150,7 @@ class KnownValues:
         if len(known) < len(given) or func.namespace != "aten" or func.overloadpacket in _UNDEFINED:
             self._forget_written(func, args, kwargs)
             return
-        results = list(_tensors((result,)))
+        results = list(tensors_in(result))
         if not all(map(_can_be_known, results)):
             return
         made = [tensor.untyped_storage()._cdata not in self._contents for tensor in results]
@@ -162,15 +162,13 @@ class KnownValues:
             real = func(*_with(values, args), **dict(zip(kwargs, _with(values, kwargs.values()), strict=True)))
         for tensor in _written(func, args, kwargs):
             self._contents[tensor.untyped_storage()._cdata].drawn |= drawn
-        for fake, found, is_new in zip(results, _tensors((real,)), made, strict=True):
+        for fake, found, is_new in zip(results, tensors_in(real), made, strict=True):
             if is_new:
                 self._fill(fake, found, drawn=drawn)
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
         for tensor in _written(func, args, kwargs):
             self._contents.pop(tensor.untyped_storage()._cdata, None)
-
-    # contents
 
     def _content(self, tensor: Tensor) -> _Content | None:
         """Known contents of a tensor's storage, as elements of the tensor's type."""
@@ -215,15 +213,6 @@ def _can_be_known(tensor: Tensor) -> bool:
     return tensor.numel() <= _MOST_ELEMENTS and tensor.layout is torch.strided and not tensor.is_meta
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an operation's operands or results, lists of tensors included."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-
-
 def _with(values: dict[int, Tensor], operands: Iterable[Any]) -> list[Any]:
     """The operands with values, which are on the CPU, in the place of fake tensors."""
     return [
@@ -239,15 +228,13 @@ def _with(values: dict[int, Tensor], operands: Iterable[Any]) -> list[Any]:
 
 
 def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """An operation's operands, those that were given."""
     return {**{argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}, **kwargs}
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The operands that an operation writes to."""
     if not func._schema.is_mutable:
         return
     operands = _by_name(func, args, kwargs)
     for argument in func._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write and argument.name in operands:
-            yield from (t for t in _tensors((operands[argument.name],)) if t.layout is torch.strided)
+            yield from (t for t in tensors_in(operands[argument.name]) if t.layout is torch.strided)

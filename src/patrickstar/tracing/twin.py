@@ -11,17 +11,15 @@ from patrickstar.core.planes import GRAD, GradientUse, PlaneRef
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.memory.leases import CopyKey, Leases, WeightKey
-from patrickstar.parameters.backward_sums import BackwardSums
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.blocks import NotInBlocksError
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.call_order import CallOrder
-from patrickstar.parameters.exchange import Exchange, Nobody, Travel
+from patrickstar.parameters.exchange import BackwardSums, Exchange, Nobody, Travel
 from patrickstar.parameters.owner import Owner
-from patrickstar.plan.recorder import TraceRecorder
 from patrickstar.plan.touches import Touches
 from patrickstar.torch_private import at_end_of_backward, backward_id, inside_backward_node
-from patrickstar.tracing.live_bytes import LiveBytes
+from patrickstar.tracing.live_bytes import LiveBytes, TraceRecorder
 
 
 class CannotTrace(Exception):  # noqa: N818  (a reason, not an error: the step runs without a forecast)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from patrickstar.tracing.signature import Signature, asks_for_gradients, can_be_traced, signature
+from patrickstar.tracing.inputs import Signature, asks_for_gradients, can_be_traced, signature
 
 
 def of(*args: Any, model: nn.Module | None = None, **kwargs: Any) -> Signature:

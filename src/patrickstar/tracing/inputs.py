@@ -1,21 +1,22 @@
-"""Signatures tell one kind of forward from another: two forwards of one signature are expected to do the same, moment by moment."""
+"""Inputs of a forward: what kind of forward they make, and the type they are given in."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from patrickstar.parameters.transforms import leaves, tensors_in
 from patrickstar.torch_private import Plain, checks_for_nan
 from patrickstar.tracing.caches import CacheAt
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """A kind of forward.
+    """A kind of forward: two of one signature are expected to do the same, moment by moment.
 
     `kind`: all but the sizes of tensors; `sizes`: those, of all dimensions of all tensors, in order.
     """
@@ -25,9 +26,8 @@ class Signature:
 
     def dominates(self, other: Signature) -> bool:
         """Tells whether another forward differs in sizes alone, and none is larger: it does the same in no more memory."""
-        return self.kind == other.kind and all(
-            ours >= theirs for ours, theirs in zip(self.sizes, other.sizes, strict=True)
-        )
+        pairs = zip(self.sizes, other.sizes, strict=True)
+        return self.kind == other.kind and all(ours >= theirs for ours, theirs in pairs)
 
 
 def signature(
@@ -69,15 +69,6 @@ def _key(value: Any, sizes: list[int]) -> Hashable:
     return type(value).__qualname__
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """Leaves of a value: what is in nested lists, tuples and mappings; or the value itself."""
-    if isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from leaves(item)
-    else:
-        yield value
-
-
 def can_be_traced(value: Any) -> bool:
     """Tells whether inputs hold nothing but tensors, containers and plain values: an unknown object could be changed by a trial run."""
     plain = Tensor | CacheAt | str | int | float | bool | None | torch.dtype | torch.device
@@ -86,4 +77,25 @@ def can_be_traced(value: Any) -> bool:
 
 def asks_for_gradients(value: Any) -> bool:
     """Tells whether a tensor of the inputs wants a gradient."""
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(value))
+    return any(tensor.requires_grad for tensor in tensors_in(value))
+
+
+def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
+    """Inputs with floating tensors in this type, in containers too; what needs no cast is the very same object. Copies count as activations."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() and not _stays(value, dtype) else value
+    if type(value) is dict:
+        items = {name: cast_inputs(item, dtype) for name, item in value.items()}
+        return items if any(items[name] is not value[name] for name in value) else value
+    if isinstance(value, list | tuple):
+        cast = [cast_inputs(item, dtype) for item in value]
+        if all(new is old for new, old in zip(cast, value, strict=True)):
+            return value
+        return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)
+    return value
+
+
+def _stays(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Tells whether a floating input is of the type, or has 16 bits under autocast that fp32 would undo: each operation chooses a type there."""
+    widens = dtype is torch.float32 and tensor.dtype in (torch.bfloat16, torch.float16)
+    return tensor.dtype is dtype or (widens and torch.is_autocast_enabled(tensor.device.type))
