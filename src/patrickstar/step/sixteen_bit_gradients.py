@@ -54,6 +54,10 @@ class SixteenBitGradients:
         elif bound.name in self.came:
             kept = self.in_chunks.dtype(bound)
             if kept.itemsize < gradient.dtype.itemsize:
+                if (
+                    gradient.untyped_storage().nbytes() > gradient.nbytes
+                ):  # a part of others', whose changes count as its own
+                    bound.parameter.grad = gradient = gradient.data
                 with self.in_chunks.executor.quiet():
                     gradient.copy_(gradient.to(kept))
             self.came[bound.name] = gradient._version
