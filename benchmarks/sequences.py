@@ -95,7 +95,7 @@ def attention_of(pipe: Connection, rank: int, size: int, store: str, arguments: 
     def run(way: str) -> list[Tensor]:
         q, k, v, grad = parts["contiguous" if way == "contiguous" else "zigzag"]
         if way == "gathered":
-            out = Gathered.apply(q, k, v, rank, size)
+            out = Gathered.apply(q, k, v, (rank, size))
         else:
             out = cuts["contiguous" if way == "contiguous" else "zigzag"].attention(q, k, v, is_causal=True)
         return list(torch.autograd.grad(out, (q, k, v), grad))
@@ -146,7 +146,8 @@ class Gathered(torch.autograd.Function):
     """Attention of two parts of the queries, as a zigzag has them, to keys and values of all ranks, which each has whole."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rank: int, size: int) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, place: tuple[int, int]) -> Tensor:
+        rank, size = place
         keys, values = (in_order(gathered(each, size), size) for each in (k, v))
         scale, half = q.shape[-1] ** -0.5, q.shape[2] // 2
         outs, lses = [], []
@@ -169,7 +170,7 @@ class Gathered(torch.autograd.Function):
             outs.append(out)
             lses.append(lse)
         ctx.save_for_backward(q, keys, values, *outs, *lses)
-        ctx.place = rank, size
+        ctx.place = place
         return torch.cat(outs, 2)
 
     @staticmethod
@@ -193,7 +194,7 @@ class Gathered(torch.autograd.Function):
                 dv[:, :, seen] += one[2]
             dqs.append(total)
         of_ranks = [scattered(by_rank(each, size)) for each in (dk, dv)]
-        return torch.cat(dqs, 2), *of_ranks, None, None
+        return torch.cat(dqs, 2), *of_ranks, None
 
 
 def gathered(tensor: Tensor, size: int) -> Tensor:
@@ -291,7 +292,7 @@ def in_1d(model: LlamaForCausalLM, mesh: DeviceMesh) -> LlamaForCausalLM:
     return model
 
 
-def layers_of(pipe: Connection, rank: int, size: int, store: str, arguments: argparse.Namespace) -> None:
+def layers_of(pipe: Connection, rank: int, size: int, store: str) -> None:
     """One rank: seconds and bytes of a forward and backward, of blocks or of 1D tensor parallelism, each time it is asked for one."""
     begin(rank, size, store)
     q = math.isqrt(size)
@@ -321,7 +322,7 @@ def layers_of(pipe: Connection, rank: int, size: int, store: str, arguments: arg
 
 def blocks_beside_1d(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Steps of 4 ranks, for batches of few and of many tokens."""
-    team, found = Team(4, layers_of, arguments), []
+    team, found = Team(4, layers_of), []
     for rows, tokens in ((4, 128), (8, 512)):
         seconds: dict[str, list[float]] = {side: [] for side in SIDES}
         last: dict[str, Any] = {}
@@ -347,7 +348,7 @@ def blocks_beside_1d(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         low, high = row["interval"]
         sent = " and ".join(f"{row['sent'][side] / 1e6:.1f}" for side in SIDES)
         print(
-            f"{rows * tokens} tokens ({row['tokens_over_hidden']:.1f} h): 2D / 1D {row['ratio']:.2f} ({low:.2f} to {high:.2f}); {sent} MB sent a rank",
+            f"{rows * tokens} tokens ({row['tokens_over_hidden']:.1f} h): 2D / 1D {row['ratio']:.2f} ({low:.2f} to {high:.2f}); {sent} MB a rank",
             flush=True,
         )
     team.end()

@@ -107,7 +107,7 @@ OF_RANKS: Final[Mapping[str, Sequence[Value]]] = {"world": (2, 3, 4), "no_sync":
 """What rows of several ranks have besides; the others are of one."""
 
 OF_MESHES: Final[Mapping[str, Sequence[Value]]] = {
-    "model": ("gpt2", "llama", "bert"),
+    "model": ("gpt2", "llama"),
     "world": (2, 4),
     "mesh": ("1x2", "2x2", "1x4", "1x2x2"),
     "method": ("ring", "contiguous", "rsa", "ulysses", "2d"),
@@ -152,9 +152,9 @@ def _runs_over_ranks(row: Row) -> bool:
 
 
 def _shares_batches(row: Row) -> bool:
-    if (row.method == "2d") != (row.mesh.count("x") == 2) or (row.method == "2d" and row.model == "bert"):
-        return False
-    return row.world == prod(sizes_of(row.mesh)) and not row.no_sync
+    return (
+        (row.method == "2d") == (row.mesh.count("x") == 2) and row.world == prod(sizes_of(row.mesh)) and not row.no_sync
+    )
 
 
 def sizes_of(mesh: str) -> tuple[int, ...]:

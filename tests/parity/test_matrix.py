@@ -100,7 +100,6 @@ def test_what_cannot_be_is_not_allowed() -> None:
     assert not allowed(replace(shared, mesh="1x2"))
     assert not allowed(replace(shared, method="2d"))
     assert not allowed(replace(shared, mesh="1x2x2"))
-    assert not allowed(replace(shared, model="bert", mesh="1x2x2", method="2d"))
 
 
 def test_a_row_prints_and_parses_back() -> None:
