@@ -1,4 +1,4 @@
-"""How the two lists of rows are found: covering arrays, always the same. `python -m tests.parity.cover` writes them."""
+"""How the lists of rows are found: covering arrays, always the same. `python -m tests.parity.cover` writes them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from itertools import combinations
 
 from tests.parity.matrix import (
     DIMENSIONS,
+    MESHES_FILE,
+    OF_MESHES,
     OF_RANKS,
     PAIRS,
     PAIRS_FILE,
@@ -25,6 +27,7 @@ from tests.sampling import cover
 Goal = tuple[tuple[str, Value], ...]
 
 _FP32: dict[str, Value] = {"precision": "fp32", "tile_rows": None}
+_OF_MESH = (*(name for name in DIMENSIONS if name not in ("step", "tile_rows")), "mesh", "method")
 _OTHERS = tuple(name for name in DIMENSIONS if name not in _FP32)
 
 
@@ -43,9 +46,14 @@ def shuffled(row: Row) -> int:
     return zlib.crc32(str(row).encode())
 
 
-def in_order(row: Row) -> tuple[int, ...]:
+def in_order(row: Row) -> tuple[int | str, ...]:
     """Sorts rows of one model, and of those the ones that share an oracle, next to each other."""
-    return (*(list(values).index(getattr(row, name)) for name, values in DIMENSIONS.items()), row.world)
+    return (
+        *(list(values).index(getattr(row, name)) for name, values in DIMENSIONS.items()),
+        row.world,
+        row.mesh,
+        row.method,
+    )
 
 
 def pairs() -> list[Row]:
@@ -75,6 +83,19 @@ def few_ranks(rows: Sequence[Row]) -> list[Row]:
     quick = ("scalars", "function", "tied", "conv")
     few = sorted((row for row in rows if row.model in quick), key=lambda row: quick.index(row.model))
     return cover(few, every(*((name,) for name in ("world", "precision", "budget", "tier", "clipping", "no_sync"))))
+
+
+def meshes() -> list[Row]:
+    """Of ranks that share batches: every method on each mesh and with each model, and every pair of values of two dimensions."""
+    rows = allowed_rows({**DIMENSIONS, **OF_RANKS, **OF_MESHES}, step="deferred", tile_rows=None, no_sync=False)
+    return sorted(
+        cover(sorted(rows, key=shuffled), every(("model", "mesh", "method"), *combinations(_OF_MESH, 2))), key=in_order
+    )
+
+
+def few_meshes(rows: Sequence[Row]) -> list[Row]:
+    """Of these, a few that have every method, every mesh, and every way of checkpointing, precision, budget and kind of machine."""
+    return cover(sorted(rows, key=shuffled), every(*((name,) for name in _OF_MESH if name != "eviction")))
 
 
 def wide() -> list[Row]:
@@ -136,3 +157,4 @@ if __name__ == "__main__":
     PAIRS_FILE.write_text("".join(f"{row}\n" for row in pairs()))
     WIDE_FILE.write_text("".join(f"{row}\n" for row in wide()))
     RANKS_FILE.write_text("".join(f"{row}\n" for row in ranks()))
+    MESHES_FILE.write_text("".join(f"{row}\n" for row in meshes()))

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import patrickstar
 from patrickstar.checkpoint.reader import open_step
+from patrickstar.parallel import ContextParallel, Tensor2D
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.manage import assemble
 from tests.parity.lanes import choice_of, depth_of, lanes_for
-from tests.parity.matrix import Row
+from tests.parity.matrix import Row, sizes_of
 from tests.parity.oracle import HYSTERESIS, SCALE, WINDOW, Record, evaluate, on
-from tests.parity.zoo import CASES, STEPS, micro_seed, schedule
+from tests.parity.zoo import CASES, STEPS, Case, micro_seed, schedule, without_dropout
 
 Limits = Mapping[str, int]
 
@@ -57,13 +60,18 @@ def train(
     Raises:
         patrickstar.BudgetError: it does not fit, found out at whatever point.
     """
-    case = CASES[row.model]
+    case = case_of(row)
     model = case.build(row.checkpointing)
+    mesh, shard = share_batches(row, model)
+    n_batches, which = row.world, rank
+    if mesh is not None:
+        n_batches, which = mesh.size(0), mesh.get_local_rank("dp")
     groups = case.groups(model)
     base = [dict(group) for group in groups]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [names[id(parameter)] for group in groups for parameter in group["params"]]
-    batches = [on(device, batch) for batch in case.batches(seed=0, count=steps * row.accumulation * row.world)]
+    count = steps * row.accumulation * n_batches
+    batches = [shard(on(device, batch)) for batch in case.batches(seed=0, count=count)]
     plain = getattr(torch.optim, case.algorithm)(groups, lr=1.0)  # each group has its own rate
     by_call = row.clipping and row.accumulation > 1
     session = assemble(
@@ -71,6 +79,7 @@ def train(
         plain,
         make_lane=lanes_for(row) if device == "cpu" else None,
         choice=choice or choice_of(row),
+        mesh=mesh,
         **arguments_of(
             row, limits, directory, device=device, prefetch=depth_of(row) if prefetch == "of the row" else prefetch
         ),
@@ -84,7 +93,7 @@ def train(
                 group.update(schedule(initial, step))
             for micro in range(row.accumulation):
                 torch.manual_seed(micro_seed(step, micro, rank))
-                loss = case.loss_of(model, batches[((step - 1) * row.accumulation + micro) * row.world + rank])
+                loss = case.loss_of(model, batches[((step - 1) * row.accumulation + micro) * n_batches + which])
                 with session.no_sync() if row.no_sync and micro < row.accumulation - 1 else nullcontext():
                     session.scaler.scale(loss / row.accumulation).backward()
                 record.losses.append(loss.detach().cpu().clone())
@@ -111,6 +120,31 @@ def train(
             session.close()
     closed = {name: p.detach().clone() for name, p in model.named_parameters() if not p.is_meta}
     return Outcome(record, stats, dict(limits), closed)
+
+
+def case_of(row: Row) -> Case:
+    """The model of a row and how it is trained; without dropout where ranks have parts of the same batch."""
+    return without_dropout(CASES[row.model]) if row.mesh else CASES[row.model]
+
+
+@cache
+def mesh_of(mesh: str) -> DeviceMesh:
+    """A mesh, made once: a process that is kept would make groups again and again."""
+    sizes = sizes_of(mesh)
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "cp") if len(sizes) == 2 else ("dp", "row", "col"))
+
+
+def share_batches(row: Row, model: nn.Module) -> tuple[DeviceMesh | None, Callable[[Any], Any]]:
+    """Makes a model a part of those that share its batches; gives the mesh, and what gives a rank its part of a batch."""
+    if not row.mesh:
+        return None, lambda batch: batch
+    mesh = mesh_of(row.mesh)
+    method: dict[str, Any] = (
+        {"layout": row.method, "method": "ring"} if row.method == "contiguous" else {"method": row.method}
+    )
+    over = Tensor2D(mesh["row", "col"]) if row.method == "2d" else ContextParallel(mesh["cp"], **method)
+    over.parallelize(model)
+    return mesh, over.shard
 
 
 def arguments_of(

@@ -8,10 +8,10 @@ from itertools import combinations
 
 import pytest
 
-from tests.parity.cover import every, few, few_ranks, pairs, ranks, wide
+from tests.parity.cover import every, few, few_meshes, few_ranks, meshes, pairs, ranks, wide
 from tests.parity.lanes import DEALT, Dealt, choice_of, dealt, shows_choice
 from tests.parity.limits import LIMITED, LIMITS
-from tests.parity.matrix import DIMENSIONS, OF_RANKS, PAIRS, RANKS, WIDE, Row, allowed, allowed_rows
+from tests.parity.matrix import DIMENSIONS, MESHES, OF_MESHES, OF_RANKS, PAIRS, RANKS, WIDE, Row, allowed, allowed_rows
 from tests.parity.plans import DIGESTS, FORECASTS
 from tests.parity.zoo import CASES
 from tests.sampling import cover
@@ -77,7 +77,7 @@ def test_every_model_and_checkpointing_runs_in_every_type() -> None:
 
 
 def test_no_row_breaks_a_rule_or_stands_twice() -> None:
-    rows = (*PAIRS, *WIDE, *RANKS)
+    rows = (*PAIRS, *WIDE, *RANKS, *MESHES)
     assert [row for row in rows if not allowed(row)] == []
     assert len(set(rows)) == len({str(row) for row in rows}) == len(rows)
 
@@ -95,10 +95,16 @@ def test_what_cannot_be_is_not_allowed() -> None:
     assert allowed(replace(row, step="deferred", world=2))
     assert not allowed(replace(row, step="deferred", world=2, tile_rows=24))
     assert not allowed(replace(row, step="deferred", world=2, no_sync=True))
+    shared = replace(row, step="deferred", world=4, mesh="2x2", method="rsa")
+    assert allowed(shared)
+    assert not allowed(replace(shared, mesh="1x2"))
+    assert not allowed(replace(shared, method="2d"))
+    assert not allowed(replace(shared, mesh="1x2x2"))
 
 
 def test_a_row_prints_and_parses_back() -> None:
-    assert [Row.parse(str(row)) for row in (*PAIRS, *WIDE, *RANKS)] == [*PAIRS, *WIDE, *RANKS]
+    rows = [*PAIRS, *WIDE, *RANKS, *MESHES]
+    assert [Row.parse(str(row)) for row in rows] == rows
     with pytest.raises(ValueError, match="is no row"):
         Row.parse("gpt2-none-x1-noclip-deferred")
 
@@ -164,11 +170,21 @@ def test_the_few_rows_of_ranks_that_are_run_each_time_have_every_value_of_most_d
         assert combinations_of(rows, (name,)) == combinations_of(RANKS, (name,))
 
 
+def test_every_method_runs_on_every_mesh_with_every_model_and_every_pair_of_values_by_some() -> None:
+    dimensions = {**DIMENSIONS, **OF_RANKS, **OF_MESHES}
+    possible = list(allowed_rows(dimensions, step="deferred", tile_rows=None, no_sync=False, eviction="lru"))
+    for names in (("model", "mesh", "method"), *combinations(dimensions.keys() - {"eviction"}, 2)):
+        assert combinations_of(MESHES, names) == combinations_of(possible, names), names
+    for name in ("model", "mesh", "method", "checkpointing", "precision", "budget", "tier"):
+        assert combinations_of(few_meshes(MESHES), (name,)) == combinations_of(MESHES, (name,))
+
+
 @pytest.mark.campaign
 def test_the_rows_that_are_checked_in_are_those_that_cover() -> None:
     assert pairs() == list(PAIRS)
     assert wide() == list(WIDE)
     assert ranks() == list(RANKS)
+    assert meshes() == list(MESHES)
 
 
 def test_a_cover_has_every_goal_and_no_row_without_a_new_one() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -321,3 +321,16 @@ CASES: dict[str, Case] = {
         Case("autocast", modules.Autocast, vectors(48), square_loss, ("none", "non-reentrant"), max_norm=0.58),
     )
 }
+
+
+def without_dropout(case: Case) -> Case:
+    """The same model, trained as by any other rank that has a part of the same batch."""
+
+    def make(checkpointing: str) -> nn.Module:
+        model = case.make(checkpointing)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return model
+
+    return replace(case, make=make)

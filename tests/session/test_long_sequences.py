@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import patrickstar
-from patrickstar.parallel import ContextParallel, traffic
+from patrickstar.parallel import ContextParallel, Tensor2D, traffic
 from tests.ranks import Teams, all_well
+from tests.session.test_blocks_2d import tensors_in
 
 STEPS, ROWS, LENGTH = 4, 2, 30
 ROOMY, TIGHT = "8MiB", "400KiB"
@@ -81,6 +83,59 @@ def test_ranks_with_parts_of_a_batch_train_as_one(shape: tuple[int, int], team_o
             for name, value in weights.items():
                 assert torch.equal(found["weights"][name], again["weights"][name]), name
                 assert (found["weights"][name] - value).abs().max() < 2e-4, name
+
+
+def take_up(rank: int, names: tuple[str, ...], path: Path | None, to: Path) -> dict[str, Tensor]:
+    """Whole weights of a model over `cp` or in blocks, which has loaded a checkpoint, or else has taken steps; it saves one, and an export."""
+    mesh = init_device_mesh("cpu", (2, 2) if "cp" in names else (1, 2, 2), mesh_dim_names=names)
+    over = ContextParallel(mesh["cp"]) if "cp" in names else Tensor2D(mesh["row", "col"])
+    optimizer = torch.optim.AdamW(over.parallelize(model := llama()).parameters(), lr=1e-2)
+    with patrickstar.manage(model, optimizer, mesh=mesh, device="cpu", precision="fp32") as session:
+        if path is not None:
+            session.load_checkpoint(path)
+        for step in range(0 if path else 2):
+            model(**over.shard(batch(step, rank // 2))).loss.backward()
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+        session.save_checkpoint(to / "steps")
+        session.export(to / "export")
+        return {name: value.clone() for name, value in session.state_dict().items()}
+
+
+def take_up_alone(path: Path, to: Path) -> None:
+    """A checkpoint that one process loads and saves."""
+    model = llama()
+    with patrickstar.manage(model, torch.optim.AdamW(model.parameters()), device="cpu", precision="fp32") as session:
+        session.load_checkpoint(path)
+        session.save_checkpoint(to / "steps")
+
+
+def test_checkpoints_go_from_parts_of_sequences_to_one_process_and_to_blocks_and_back(
+    team_of: Teams, tmp_path: Path
+) -> None:
+    """And once more from the blocks' to parts of sequences: the same tensors each time, and an export with the same logits."""
+    ranks, parts, blocks = team_of(4), ("dp", "cp"), ("dp", "row", "col")
+    way = [("first", parts), ("one", None), ("blocks", blocks), ("again", parts), ("blocks of those", blocks)]
+    before, want = None, {}
+    for name, dimensions in way:
+        path = None if before is None else tmp_path / before / "steps"
+        if dimensions is None:
+            take_up_alone(path or tmp_path, tmp_path / name)
+        else:
+            found = all_well(ranks.run(take_up, dimensions, path, tmp_path / name))
+            want = want or found[0]
+            assert all(torch.equal(want[key], value) for each in found for key, value in each.items())
+        tensors = tensors_in(tmp_path / name / "steps")
+        first = tensors_in(tmp_path / "first" / "steps")
+        assert tensors.keys() == first.keys()
+        assert all(torch.equal(first[key], value) for key, value in tensors.items())
+        before = name
+    plainly, ids = llama(), batch(0, 0)["input_ids"]
+    plainly.load_state_dict(want)
+    for name in ("first", "blocks"):
+        exported = type(plainly).from_pretrained(tmp_path / name / "export")
+        with torch.no_grad():
+            assert torch.equal(exported.eval()(ids).logits, plainly.eval()(ids).logits)
 
 
 def refusals(rank: int) -> list[str]:

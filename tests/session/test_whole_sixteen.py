@@ -99,6 +99,40 @@ def test_gradients_that_come_in_parts_add_up_in_16_bits_first(times: int, bindin
         assert binding in script.session.stats().binding
 
 
+class Scaled(torch.autograd.Function):
+    """x * weight + bias, whose gradients are two halves of one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grad_out * weight, *torch.cat([(grad_out * x).sum(0), grad_out.sum(0)]).split(len(weight))
+
+
+class TwoHalves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(32)), nn.Parameter(torch.randn(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Scaled.apply(x, self.weight.view(-1), self.bias.view(-1))  # type: ignore[no-any-return]
+
+
+def test_gradients_that_are_parts_of_one_tensor_are_rounded_each_by_itself() -> None:
+    given: dict[str, Any] = {"precision": "bf16", "options": options(compute="fp32")}
+    with patrickstar.manage(model := seeded(TwoHalves)(), adamw(model), **given) as session:
+        for _ in range(2):
+            model(batch()).square().sum().backward()
+            assert all(torch.equal(gradient, gradient.bfloat16().float()) for _, gradient in session.gradients())
+            session.optimizer.step()
+            session.optimizer.zero_grad()
+        assert session.stats().binding == "whole"
+
+
 def test_parts_that_no_trace_shows_are_refused_in_a_second_backward() -> None:
     with patrickstar.manage(model := mlp(), adamw(model), **BF16):
         x = batch().bfloat16().requires_grad_()

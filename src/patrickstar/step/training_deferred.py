@@ -68,6 +68,9 @@ class SixteenBitGradients:
         elif bound.name in self.came:
             kept = self.in_chunks.dtype(bound)
             if kept.itemsize < gradient.dtype.itemsize:
+                # Parts of one tensor count their changes together: each is to have a count of its own.
+                if gradient.untyped_storage().nbytes() > gradient.nbytes:
+                    bound.parameter.grad = gradient = gradient.data
                 with self.in_chunks.executor.quiet():
                     gradient.copy_(gradient.to(kept))
             self.came[bound.name] = gradient._version
