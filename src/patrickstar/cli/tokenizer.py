@@ -33,26 +33,31 @@ _CACHE_FORMAT: Final = "1"
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenizer:
-    """Gives the tokens of documents, and the one between two of them where the vocabulary has one."""
+class ByteTokenizer:
+    """Every byte of the UTF-8 text is a token; the one after the bytes, where there is one, separates documents."""
 
-    encode: Callable[[Sequence[str]], list[Tokens]]
+    separator: int | None
+    description: str = "bytes"
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryTokenizer:
+    """A tokenizer of the `tokenizers` library: trained here, or the one that came with a model's weights."""
+
+    tokenizer: Any
     separator: int | None
     description: str
 
-
-def _bytes_of(texts: Sequence[str]) -> list[Tokens]:
-    return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
-
-
-def _by_library(tokenizer: Any, description: str) -> Tokenizer:
-    """A tokenizer of the `tokenizers` library: trained here, or the one that came with a model's weights."""
-
-    def encode(texts: Sequence[str]) -> list[Tokens]:
-        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
-    return Tokenizer(encode, tokenizer.token_to_id(END_OF_TEXT), description)
+
+Tokenizer = ByteTokenizer | LibraryTokenizer
+"""Gives the tokens of documents, and the one between two of them where the vocabulary has one."""
 
 
 def make_tokenizer(corpus: Corpus, *, vocab_size: int, own: Path | None = None) -> Tokenizer:
@@ -67,14 +72,13 @@ def make_tokenizer(corpus: Corpus, *, vocab_size: int, own: Path | None = None) 
     if vocab_size < BYTES:
         raise ConfigError(f"the model has {vocab_size} tokens; text needs at least the {BYTES} bytes")
     if vocab_size <= ENOUGH_FOR_BYTES:
-        # The one after the bytes, where there is one, separates documents.
-        return Tokenizer(_bytes_of, BYTES if vocab_size > BYTES else None, "bytes")
+        return ByteTokenizer(BYTES if vocab_size > BYTES else None)
     file = _cache_file(corpus, vocab_size)
     tokenizer = _read_cached(file, vocab_size)
     if tokenizer is None:
         tokenizer = _train(corpus, vocab_size)
         _write_cached(file, tokenizer)
-    return _by_library(tokenizer, f"byte-level BPE of {vocab_size} tokens")
+    return LibraryTokenizer(tokenizer, tokenizer.token_to_id(END_OF_TEXT), f"byte-level BPE of {vocab_size} tokens")
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], *, advance: Callable[[int], None]) -> Tokens:
@@ -89,7 +93,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], *, advance: Callable[[int
     return np.concatenate(pieces) if pieces else end
 
 
-def _own(path: Path, vocab_size: int) -> Tokenizer:
+def _own(path: Path, vocab_size: int) -> LibraryTokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception for a damaged file
@@ -100,7 +104,7 @@ def _own(path: Path, vocab_size: int) -> Tokenizer:
     count = tokenizer.get_vocab_size()
     if count > vocab_size:
         raise DataError(f"{path}: {count} tokens, but the model has {vocab_size}")
-    return _by_library(tokenizer, f"the model's own tokenizer, {count} tokens")
+    return LibraryTokenizer(tokenizer, tokenizer.token_to_id(END_OF_TEXT), f"the model's own tokenizer, {count} tokens")
 
 
 def _train(corpus: Corpus, vocab_size: int) -> Any:
