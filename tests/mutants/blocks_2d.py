@@ -24,11 +24,11 @@ SAVED = f"{MANAGED}::test_checkpoints_go_from_blocks_to_one_process_and_back[gpt
 FAILED = f"{MANAGED}::test_what_fails_on_one_rank_in_saving_and_loading_is_an_error_on_all_and_they_go_on"
 
 BLOCKS_2D: tuple[Mutant, ...] = (
-    Fault("a panel comes from the wrong column", "parallel.grid:Line.broadcast").by(
-        replace("self.ranks[place]", "self.ranks[place - 1]"), f"{PRODUCTS}[ab-2]"
+    Fault("a panel comes from the wrong column", "parallel.group:MeshGroup.broadcast").by(
+        replace("self.members[place]", "self.members[place - 1]"), f"{PRODUCTS}[ab-2]"
     ),
-    Fault("a sum goes to the wrong row", "parallel.grid:Line.reduce").by(
-        replace("self.ranks[place]", "self.ranks[place - 1]"), f"{PRODUCTS}[atb-2]"
+    Fault("a sum goes to the wrong row", "parallel.group:MeshGroup.reduce").by(
+        replace("self.members[place]", "self.members[place - 1]"), f"{PRODUCTS}[atb-2]"
     ),
     Fault("the panels of a product are all there at once", "parallel.grid:panels").by(
         replace("sizes[1:3]", "range(2 * len(sizes))"), f"{PANELS}[ab]"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from patrickstar.config.problems import refuse
@@ -64,7 +65,7 @@ class ContextParallel:
         refuse(list(_problems(mesh, method, layout, gradients)), of="ContextParallel")
         self.method, self.gradients = method, gradients
         self.layout = layout or _LAYOUTS[method][0]
-        self.group = MeshGroup(mesh)
+        self.group = MeshGroup.along(mesh, is_apart=True)
         self.size, self.rank = self.group.size, self.group.rank
         self._tokens = TokenLayout(self.layout, self.group.size)
         self._gradient_scale = self.size if gradients == "mean" else 1
@@ -75,12 +76,18 @@ class ContextParallel:
         """The object itself: its ranks are not copied."""
         return self
 
+    def within(self, layer: str) -> ContextParallel:
+        """The same, whose errors of ranks name a layer."""
+        named = copy.copy(self)
+        named.group = self.group.within(layer)
+        return named
+
     @property
     def multiple(self) -> int:
         """Number by which lengths are divisible."""
         return self._tokens.multiple
 
-    def positions(self, length: int, *, device: torch.device | str | None = None) -> torch.Tensor:
+    def positions(self, length: int, *, device: torch.device | str | None = None) -> Tensor:
         """The positions [L/N] of a sequence that this rank has, in its order.
 
         Raises:
@@ -105,12 +112,12 @@ class ContextParallel:
             ConfigError: a tensor whose length is not divisible by `multiple`; something in the mapping that cannot be cut.
             RankError: another rank of the group has another batch; on all ranks.
         """
-        if isinstance(batch, torch.Tensor):
+        if isinstance(batch, Tensor):
             self._agree_on("shard", {"a tensor": batch})
             return batch.index_select(dim, self.positions(batch.shape[dim], device=batch.device))
         if self.size == 1:
             return dict(batch)
-        self._agree_on("shard", {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
+        self._agree_on("shard", {name: value for name, value in batch.items() if isinstance(value, Tensor)})
         return cut(
             batch,
             multiple=self.multiple,
@@ -118,7 +125,7 @@ class ContextParallel:
         )
 
     @torch.no_grad()
-    def unshard(self, tensor: torch.Tensor, dim: int = 1, length: int | None = None) -> torch.Tensor:
+    def unshard(self, tensor: Tensor, dim: int = 1, length: int | None = None) -> Tensor:
         """The whole of what ranks have parts of along `dim`, without gradients. `length`: without what comes after, padding for instance."""
         if self.size == 1:
             return tensor.narrow(dim, 0, tensor.shape[dim] if length is None else length)
@@ -129,17 +136,17 @@ class ContextParallel:
 
     def attention(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
         *,
-        segments: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        segments: Tensor | None = None,
+    ) -> Tensor:
         """Attention to all tokens of the sequences, as `torch.nn.functional.scaled_dot_product_attention` has it on one rank.
 
         Args:
@@ -176,7 +183,7 @@ class ContextParallel:
             return Strips(self.group, is_causal, scale, dropout_p)(query, key, value, segments, attn_mask)
         return SwappedHeads(self.group, is_causal, scale, dropout_p)(query, key, value, segments)
 
-    def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = IGNORED) -> torch.Tensor:
+    def cross_entropy(self, logits: Tensor, labels: Tensor, ignore_index: int = IGNORED) -> Tensor:
         """The mean cross-entropy of the valid tokens of the group: the whole's value, this rank's share of the gradient.
 
         Args:
@@ -187,9 +194,7 @@ class ContextParallel:
             return torch.where((labels != ignore_index).any(), loss, 0)
         return self.token_mean(token_losses(logits, labels, ignore_index), labels != ignore_index)
 
-    def token_mean(
-        self, values: torch.Tensor, valid: torch.Tensor, *, of: torch.Tensor | int | None = None
-    ) -> torch.Tensor:
+    def token_mean(self, values: Tensor, valid: Tensor, *, of: Tensor | int | None = None) -> Tensor:
         """The mean of the valid values of the group, 0 where there are none: the whole's value, this rank's share of the gradient.
 
         Args:
@@ -205,12 +210,10 @@ class ContextParallel:
             return
         # A rank whose tokens do not reach a parameter has none, and takes part.
         has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
-        self.group.add_up(has)
-        for parameter, count in zip(parameters, has.tolist(), strict=True):
+        for parameter, count in zip(parameters, self.group.sum(has)[0].tolist(), strict=True):
             if count:
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                total = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
-                self.group.add_up(total)
+                (total,) = self.group.sum(grad.to(torch.promote_types(grad.dtype, torch.float32)))
                 parameter.grad = grad.copy_(total.div_(self._gradient_scale))
 
     def parallelize(self, model: Model) -> Model:
@@ -240,20 +243,20 @@ class ContextParallel:
             raise StateError("verify: the model is not parallelized by this object: call parallelize(model) first")
         return verify(model, batch, self)
 
-    def _agree_on(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _agree_on(self, what: str, tensors: Mapping[str, Tensor]) -> None:
         # Of shapes alone, nobody says anything.
         if self.size > 1 and not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
             self.group.agree(what, ", ".join(f"{name} {digest(tensors[name])}" for name in sorted(tensors)))
 
     def _attention_problems(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
         dropout: float,
         enable_gqa: bool,
-        segments: torch.Tensor | None,
+        segments: Tensor | None,
     ) -> list[str]:
         shapes = f"query {list(q.shape)}, key {list(k.shape)}, value {list(v.shape)}"
         if not q.ndim == k.ndim == v.ndim == 4 or q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from patrickstar.parallel.grid import Grid, chunk_sizes
@@ -15,13 +16,13 @@ from patrickstar.parallel.layers_2d import place_of
 
 def cross_entropy_of_blocks(
     grid: Grid,
-    logits: torch.Tensor,
-    labels: torch.Tensor,
+    logits: Tensor,
+    labels: Tensor,
     size: int,
     *,
     ignore_index: int = -100,
-    count: torch.Tensor | float | None = None,
-) -> torch.Tensor:
+    count: Tensor | float | None = None,
+) -> Tensor:
     """The mean over the valid labels of all rows, the same on all ranks; its gradient is this rank's share.
 
     Args:
@@ -33,14 +34,14 @@ def cross_entropy_of_blocks(
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grid: Grid, options: tuple[int, int, Any], logits: Any, labels: Any) -> torch.Tensor:
+    def forward(ctx: Any, grid: Grid, options: tuple[int, int, Any], logits: Any, labels: Any) -> Tensor:
         size, ignore_index, count = options
         sizes = chunk_sizes(size, grid.q)
         wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
         labels = labels.flatten()
         valid = labels != ignore_index
-        here = valid & (place_of(labels, sizes) == grid.cols.index)
-        index = torch.where(here, labels - grid.cols.index * sizes[0], 0)[:, None]
+        here = valid & (place_of(labels, sizes) == grid.cols.rank)
+        index = torch.where(here, labels - grid.cols.rank * sizes[0], 0)[:, None]
 
         largest = grid.cols.largest(wide.amax(-1))
         target = torch.where(here, wide.gather(-1, index)[:, 0], 0)
@@ -53,7 +54,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         logits, lse, index, here, valid, factor = ctx.saved_tensors
         p = (logits.flatten(0, -2).to(lse.dtype) - lse[:, None]).exp_()
         p.scatter_add_(-1, index, -here[:, None].to(p.dtype))
@@ -70,14 +71,14 @@ class CausalLoss:
 
     def __call__(
         self,
-        logits: torch.Tensor,
-        labels: torch.Tensor | None,
+        logits: Tensor,
+        labels: Tensor | None,
         *,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         ignore_index: int = -100,
-        shift_labels: torch.Tensor | None = None,
+        shift_labels: Tensor | None = None,
         **_: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """The mean over valid labels, each token's being the next one, or the sum over `num_items_in_batch`."""
         if shift_labels is None:
             assert labels is not None

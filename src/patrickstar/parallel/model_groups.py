@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from patrickstar.parallel.grid import Line
 from patrickstar.parallel.group import MeshGroup
 from patrickstar.parallel.tensor_2d import grid_of
 from patrickstar.parallel.transformer_models import works_together_over
 
 
-def groups_of(model: nn.Module) -> dict[str, MeshGroup | Line]:
+def groups_of(model: nn.Module) -> dict[str, MeshGroup]:
     """The groups, by the mesh's dimension: none of a model that is not cut. Raises as `works_together_over` does."""
     grid = grid_of(model)
     return {**works_together_over(model), **({} if grid is None else grid.lines)}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from patrickstar.parallel.group import MeshGroup
 from patrickstar.parallel.kernels import grouped, sum_dtype
@@ -29,17 +30,12 @@ class Strips:
     dropout: float = 0.0
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        segments: torch.Tensor | None,
-        mask: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, segments: Tensor | None, mask: Tensor | None
+    ) -> Tensor:
         """The output for this rank's queries. `mask`: [.., c, L], true where a query sees a key, or added to the scores."""
         return _StripAttention.apply(query, key, value, segments, mask, self)
 
-    def blocks(self, *tensors: torch.Tensor) -> Iterator[tuple[int, slice, list[torch.Tensor]]]:
+    def blocks(self, *tensors: Tensor) -> Iterator[tuple[int, slice, list[Tensor]]]:
         """Each rank, the columns of the strip that are its tokens', and its tensors."""
         for source, theirs in travel(
             self.group, [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
@@ -55,14 +51,8 @@ class Strips:
 class _StripAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        segments: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        strips: Strips,
-    ) -> torch.Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, mask: Tensor | None, strips: Strips
+    ) -> Tensor:
         dtype, local = sum_dtype(q.dtype), q.shape[2]
         scores = q.new_empty((*q.shape[:3], local * strips.group.size), dtype=dtype)
         rows = grouped(q.to(dtype), k.shape[1])
@@ -90,7 +80,7 @@ class _StripAttention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, weights, kept = ctx.saved_tensors
         strips: Strips = ctx.strips
         dtype, local = sum_dtype(q.dtype), q.shape[2]
@@ -118,5 +108,5 @@ class _StripAttention(torch.autograd.Function):
         return dq.to(q.dtype), of_keys.to(k.dtype), of_values.to(v.dtype), None, of_bias, None
 
 
-def _dropped(weights: torch.Tensor, kept: torch.Tensor | None, strips: Strips) -> torch.Tensor:
+def _dropped(weights: Tensor, kept: Tensor | None, strips: Strips) -> Tensor:
     return weights if kept is None else weights * kept / (1 - strips.dropout)

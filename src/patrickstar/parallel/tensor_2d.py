@@ -7,21 +7,16 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from patrickstar.deferred.deferred_init import deferred_by
 from patrickstar.errors import ConfigError, StateError
 from patrickstar.hooks import watch_root
 from patrickstar.parallel.cross_entropy_2d import CausalLoss, cross_entropy_of_blocks
-from patrickstar.parallel.grid import Cut, Grid, Line, gather, piece
-from patrickstar.parallel.layers_2d import (
-    BlockLayer,
-    LinearBlock,
-    SharedInput,
-    TakeBlock,
-    TiedHeadBlock,
-)
+from patrickstar.parallel.grid import Cut, Grid, gather, piece
+from patrickstar.parallel.group import MeshGroup
+from patrickstar.parallel.layers_2d import BlockLayer, LinearBlock, SharedInput, TakeBlock, TiedHeadBlock
 from patrickstar.parallel.plans_2d import KINDS, Placed, Plan, placed
 from patrickstar.parallel.random_streams import RandomStreams
 from patrickstar.parameters.transforms import is_compiled
@@ -80,7 +75,7 @@ class Tensor2D:
         _replace(model, found, self.grid)
         if hasattr(type(model), "loss_function") and vocabulary:  # a property, which warns when it is asked
             setattr(model, "loss_function", CausalLoss(self.grid, vocabulary[0]))  # noqa: B010
-        place = self.grid.rows.index * self.size + self.grid.cols.index
+        place = self.grid.rows.rank * self.size + self.grid.cols.rank
         watch_root(model, RandomStreams(place, device), in_copies=True)
         return model
 
@@ -93,16 +88,16 @@ class Tensor2D:
         Raises:
             ConfigError: fewer rows than q.
         """
-        if isinstance(batch, torch.Tensor):
+        if isinstance(batch, Tensor):
             return self._rows(batch)
-        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim()}
+        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
         n_rows = max((value.shape[0] for value in tensors.values()), default=0)
         sharded = {name: self._rows(value) for name, value in tensors.items() if value.shape[0] == n_rows}
         if "inputs_embeds" in sharded:
-            sharded["inputs_embeds"] = piece(sharded["inputs_embeds"], -1, self.grid.cols.index, self.size)
+            sharded["inputs_embeds"] = piece(sharded["inputs_embeds"], -1, self.grid.cols.rank, self.size)
         return {**batch, **sharded}
 
-    def unshard(self, tensor: torch.Tensor) -> torch.Tensor:
+    def unshard(self, tensor: Tensor) -> Tensor:
         """The whole of which all ranks have blocks: the first dimension by row, the last, if there is another, by column. Without a gradient."""
         tensor = tensor.detach()
         if self.size == 1:
@@ -112,8 +107,8 @@ class Tensor2D:
         return self._gathered(tensor, 0, self.grid.rows)
 
     def cross_entropy(
-        self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int | None = None, *, ignore_index: int = -100
-    ) -> torch.Tensor:
+        self, logits: Tensor, labels: Tensor, vocab_size: int | None = None, *, ignore_index: int = -100
+    ) -> Tensor:
         """The mean cross-entropy of the whole batch, the same on all ranks; 0 where no label is valid. Its gradient is this rank's share.
 
         Args:
@@ -126,31 +121,31 @@ class Tensor2D:
         size = logits.shape[-1] * self.size if vocab_size is None else vocab_size
         return cross_entropy_of_blocks(self.grid, logits, labels, size, ignore_index=ignore_index)
 
-    def state_dict(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    def state_dict(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Names and whole tensors of what `model.state_dict()` has, in the model's own layout, one at a time. All ranks ask for all of them."""
         cuts = cuts_of(model)
         for name, tensor in model.state_dict().items():
             yield name, cuts[name].whole(tensor, self.grid) if name in cuts else tensor
 
-    def gradients(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    def gradients(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Names and whole gradients of the parameters that have one, one at a time. All ranks ask for all of them."""
         cuts = cuts_of(model)
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 yield name, cuts[name].whole(parameter.grad, self.grid) if name in cuts else parameter.grad
 
-    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _rows(self, tensor: Tensor) -> Tensor:
         if tensor.shape[0] < self.size:
             raise ConfigError(
                 f"a batch of {tensor.shape[0]} over {self.size} rows of ranks: each row of the mesh takes one at least"
             )
         return tensor.tensor_split(self.size)[
-            self.grid.rows.index
+            self.grid.rows.rank
         ]  # as even as can be: a row without any would have nothing to do
 
-    def _gathered(self, tensor: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
+    def _gathered(self, tensor: Tensor, dim: int, line: MeshGroup) -> Tensor:
         own = torch.zeros(self.size, dtype=torch.int64, device=tensor.device)
-        own[line.index] = tensor.shape[dim]
+        own[line.rank] = tensor.shape[dim]
         return torch.cat(gather(tensor, dim, line, line.sum(own)[0].tolist()), dim)
 
 
@@ -164,7 +159,7 @@ def _replace(model: nn.Module, found: Sequence[Placed], grid: Grid) -> None:
         if isinstance(getattr(parent, name), BlockLayer):
             continue  # the owner has several names
         is_tied = one.kind == "head" and id(one.module.weight) in tables
-        layer = (TiedHeadBlock if is_tied else KINDS[one.kind][0])(grid, one.module, take)
+        layer = (TiedHeadBlock if is_tied else KINDS[one.kind][0])(grid.within(one.name), one.module, take)
         setattr(parent, name, layer)
         if one.kind == "linear_qkv" and hasattr(parent, "split_size"):  # GPT-2: where queries end and keys begin
             parent.split_size //= grid.q

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from patrickstar.errors import ConfigError
 from patrickstar.parallel.group import MeshGroup
 
 
-def mean_over(
-    values: torch.Tensor, valid: torch.Tensor, group: MeshGroup, *, gradient_scale: int = 1, of: Any = None
-) -> torch.Tensor:
+def mean_over(values: Tensor, valid: Tensor, group: MeshGroup, *, gradient_scale: int = 1, of: Any = None) -> Tensor:
     """The mean of valid values over a group; 0 where there are none. `of`: a number to divide by in place of that of valid values."""
     if values.shape != valid.shape:
         raise ConfigError(f"token_mean: values {list(values.shape)} and valid {list(valid.shape)} are not alike")
@@ -22,7 +21,7 @@ def mean_over(
     return (total / (count.clamp_min(1) if of is None else of)).to(values.dtype)
 
 
-def token_losses(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+def token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     """Cross-entropies [B, c] of logits [B, c, V], in fp32 (fp64 in fp64).
 
     Raises:
@@ -41,16 +40,12 @@ class _Whole(torch.autograd.Function):
     """Sum and number over a group, whose gradient is that of this rank's own."""
 
     @staticmethod
-    def forward(
-        ctx: Any, local: torch.Tensor, count: torch.Tensor, group: MeshGroup, scale: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        both = torch.stack([local, count.to(local.dtype)])
-        group.add_up(both)
-        total, number = both[0].clone(), both[1].clone()
+    def forward(ctx: Any, local: Tensor, count: Tensor, group: MeshGroup, scale: int) -> tuple[Tensor, Tensor]:
+        total, number = group.sum(local, count.to(local.dtype))
         ctx.scale = scale
         ctx.mark_non_differentiable(number)
         return total, number
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
         return grad * ctx.scale, None, None, None

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -95,16 +95,16 @@ def traffic(mesh: DeviceMesh | None = None) -> Traffic:
     return Traffic(mesh)
 
 
-def _tensors(given: Any) -> Iterator[torch.Tensor]:
+def _tensors(given: Any) -> Iterator[Tensor]:
     """Tensors in lists of lists."""
-    if isinstance(given, torch.Tensor):
+    if isinstance(given, Tensor):
         yield given
     else:
         for each in given:
             yield from _tensors(each)
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
+def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 

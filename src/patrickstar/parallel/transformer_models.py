@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from patrickstar.config.problems import refuse
 from patrickstar.errors import ConfigError, StateError
@@ -68,15 +68,15 @@ class Parallelized:
     def attend(
         self,
         module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         scaling: float | None = None,
         dropout: float = 0.0,
         is_causal: bool | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         """The output [B, L/N, Z, A], as an attention of `transformers` gives it, and no weights."""
         odd = [name for name in _MORE_THAN_CAUSAL if kwargs.get(name) is not None]
         refuse([f"{type(module).__name__} gives {name}: {_ATTENTION}" for name in odd], of="a parallelized model")
@@ -84,7 +84,9 @@ class Parallelized:
         if attention_mask is not None:
             _refuse_mask(attention_mask)
             segments = attention_mask[:, 0, 0, :]
-        out = self.over.attention(
+        number = getattr(module, "layer_idx", None)
+        layer = type(module).__name__ + ("" if number is None else f" of layer {number}")
+        out = self.over.within(layer).attention(
             query,
             key,
             value,
@@ -96,7 +98,7 @@ class Parallelized:
         )
         return out.transpose(1, 2).contiguous(), None
 
-    def mask(self, *_: Any, attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **kwargs: Any) -> None:
+    def mask(self, *_: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, **kwargs: Any) -> None:
         """No mask: what `shard` has made is none that is asked for here. Cut positions jump, and look like packed documents: that is passed over."""
         if attention_mask is not None:
             _refuse_mask(attention_mask)
@@ -105,19 +107,19 @@ class Parallelized:
 
     def loss(
         self,
-        logits: torch.Tensor,
+        logits: Tensor,
         *_: Any,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         ignore_index: int = IGNORED,
-        shift_labels: torch.Tensor | None = None,
+        shift_labels: Tensor | None = None,
         **__: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """The loss of the group's tokens, as the model's own is of its tokens."""
         if shift_labels is None:
             raise StateError("labels that are not shifted: call the model with **cp.shard(batch)")
         self._has_made_loss = True
         values = token_losses(logits, shift_labels, ignore_index)
-        mean: torch.Tensor = self.over.token_mean(values, shift_labels != ignore_index, of=num_items_in_batch)
+        mean: Tensor = self.over.token_mean(values, shift_labels != ignore_index, of=num_items_in_batch)
         return mean
 
     def _before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -246,7 +248,7 @@ def _problems(model: Any, over: Any) -> Iterator[str]:
         yield from over.head_problems(heads, has("num_key_value_heads") or heads)
 
 
-def _refuse_mask(mask: torch.Tensor) -> None:
+def _refuse_mask(mask: Tensor) -> None:
     """Nothing for segments as `shard` makes them."""
     if mask.ndim != 4 or mask.shape[1:3] != (1, 1) or mask.dtype != torch.int32:
         raise StateError(f"attention_mask {list(mask.shape)} of {mask.dtype}: call the model with **cp.shard(batch)")

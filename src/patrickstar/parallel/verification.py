@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from patrickstar.parallel.cut_batches import TOKENS
 
@@ -68,9 +68,9 @@ def verify(model: nn.Module, batch: Mapping[str, Any], cut: Any) -> Verification
 def _run(
     model: nn.Module,
     batch: Mapping[str, Any],
-    loss_of: Callable[[torch.Tensor], torch.Tensor],
+    loss_of: Callable[[Tensor], Tensor],
     reduce: Callable[[nn.Module], None] = lambda _: None,
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Loss, logits and gradients."""
     model.zero_grad(set_to_none=True)
     output = model(**batch)
@@ -81,11 +81,11 @@ def _run(
     return loss.detach(), output.logits.detach(), gradients
 
 
-def _mean_square(logits: torch.Tensor, valid: torch.Tensor, cut: Any) -> torch.Tensor:
+def _mean_square(logits: Tensor, valid: Tensor, cut: Any) -> Tensor:
     mine = cut.shard({"input_ids": valid.long(), "labels": valid.long()})["input_ids"].bool()
     return cut.token_mean(logits.double().square().mean(-1), mine)
 
 
-def _difference(one: torch.Tensor, other: torch.Tensor, *, least: float = 0.0) -> float:
+def _difference(one: Tensor, other: Tensor, *, least: float = 0.0) -> float:
     one, other = one.double(), other.double()
     return float((one - other).abs().max() / other.abs().max().clamp_min(least or torch.finfo(torch.float64).tiny))
