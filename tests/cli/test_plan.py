@@ -1,12 +1,14 @@
 import errno
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from patrickstar.cli.main import main
+from patrickstar.cli.together import Tried, largest
 from patrickstar.memory.process import resident_bytes
 from patrickstar.parallel import costs
 from patrickstar.testing.faults import Fails, FaultyIO
@@ -179,3 +181,43 @@ def test_ranks_that_share_sequences_are_planned_without_them(
     assert main([*flags, "--seq-len", str(longest)]) == 0
     assert "  sent in a forward and backward  cp " in capsys.readouterr().out
     assert main([*flags, "--seq-len", str(longest * 11 // 10)]) == 3
+
+
+LOADS: dict[str, Callable[[int], float]] = {
+    "a line": lambda size: 0.2 + size / 100,
+    "a square": lambda size: 0.1 + (size / 1000) ** 2,
+    "nothing fits": lambda size: 2.0,
+    "stairs": lambda size: size // 50 * 0.25,
+}
+
+
+@pytest.mark.parametrize("most", [None, 48, 2048])
+@pytest.mark.parametrize("of", [1, 4])
+@pytest.mark.parametrize("start", [1, 32, 5000])
+@pytest.mark.parametrize("name", LOADS)
+def test_the_largest_size_is_found_to_within_a_sixty_fourth(name: str, start: int, of: int, most: int | None) -> None:
+    """Also where what needs more than the budget fits all the same."""
+    for limit in (1.0, 1.3):
+        tries: list[int] = []
+
+        def tried(size: int) -> Tried:
+            tries.append(size)
+            return Tried(size, LOADS[name](size) <= limit, LOADS[name](size))
+
+        found = largest(tried, start, of=of, most=most)
+        true = max((n for n in range(of, (most or 20_000) + 1, of) if LOADS[name](n) <= limit), default=0)
+        assert found <= true
+        assert true - found <= max(of, found // 64)
+        assert len(set(tries)) == len(tries)
+        assert all(size % of == 0 < size <= (most or size) for size in tries)
+
+
+def test_a_size_that_needs_in_proportion_is_found_in_a_few_tries() -> None:
+    tries: list[int] = []
+
+    def tried(size: int) -> Tried:
+        tries.append(size)
+        return Tried(size, size <= 5000, 0.5 + size / 10_000)
+
+    assert largest(tried, 500, of=2) == 5000
+    assert len(tries) == 4

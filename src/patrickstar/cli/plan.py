@@ -22,7 +22,7 @@ from patrickstar.cli.flags import (
 from patrickstar.cli.machine_source import MachineSource
 from patrickstar.cli.model_source import ModelSource, check_length
 from patrickstar.cli.predict import forecast_row, predict, with_precision
-from patrickstar.cli.together import Together, largest, together_options
+from patrickstar.cli.together import Together, Tried, largest, together_options
 from patrickstar.core.shard_layout import RankOf
 from patrickstar.errors import some
 from patrickstar.units import format_budget, format_bytes
@@ -82,10 +82,11 @@ def plan(**given: Any) -> int:
                 ways = {"seq_len": (together.multiple, positions), "batch_size": (world // together.size, None)}
                 for name, (of, most) in ways.items():
 
-                    def fits(n: int, name: str = name) -> bool:
-                        return ask(**{**shape, name: n}).fits
+                    def tried(size: int, name: str = name) -> Tried:
+                        is_first = size == shape[name]
+                        return Tried.of(size, forecast if is_first else ask(**{**shape, name: size}, advises=False))
 
-                    found[name] = largest(fits, shape[name], of=of, most=most)
+                    found[name] = largest(tried, shape[name], of=of, most=most)
     finally:
         gc.unfreeze()
     if machine is not None:
