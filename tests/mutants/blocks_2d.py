@@ -94,6 +94,9 @@ BLOCKS_2D: tuple[Mutant, ...] = (
     Fault("one rank cuts its model, too", "parallel.tensor_2d:Tensor2D.parallelize").by(
         drop("if self.size == 1: ..."), ALONE
     ),
+    Fault("ranks may cut blocks of different models", "parallel.tensor_2d:_replace").by(
+        drop("grid.everyone.agree"), f"{HERE}::test_models_of_different_seeds_are_an_error_on_all_ranks"
+    ),
     Fault("a norm counts what a column has alike once a rank", "session.assemble:_mesh").by(
         always("cuts[name].first(grid.place) == grid.place"), TRAINED
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -22,11 +22,12 @@ from patrickstar.step.mesh_ranks import Place
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A square mesh as this rank sees it. `rows`: the ranks over which the row varies; `cols`: those over which the column does."""
+    """A square mesh as this rank sees it. `rows`: the ranks over which the row varies; `cols`: those over which the column does; `members`: all."""
 
     q: int
     rows: MeshGroup
     cols: MeshGroup
+    members: tuple[int, ...] = ()
 
     @property
     def lines(self) -> dict[str, MeshGroup]:
@@ -45,11 +46,17 @@ class Grid:
             raise ConfigError(
                 f'2D parallelism takes a mesh of two dimensions of equal size, as mesh["row", "col"]; got {mesh}'
             )
-        return cls(mesh.size(0), *(MeshGroup.along(mesh, dim, name=name) for dim, name in enumerate(("row", "col"))))
+        rows, cols = (MeshGroup.along(mesh, dim, name=name) for dim, name in enumerate(("row", "col")))
+        return cls(mesh.size(0), rows, cols, tuple(mesh.mesh.flatten().tolist()))
+
+    @property
+    def everyone(self) -> MeshGroup:
+        """All ranks, to agree on something; they have no process group."""
+        return MeshGroup(f"{self.rows.name}, {self.cols.name}", self.members, self.rows.rank * self.q + self.cols.rank)
 
     def within(self, layer: str) -> Grid:
         """The same ranks, whose errors name a layer."""
-        return Grid(self.q, self.rows.within(layer), self.cols.within(layer))
+        return replace(self, rows=self.rows.within(layer), cols=self.cols.within(layer))
 
 
 class BlockTile(NamedTuple):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from patrickstar.parallel.random_streams import RandomStreams
 from patrickstar.parameters.transforms import is_compiled
 
 _Model = TypeVar("_Model", bound=nn.Module)
+_SEEN: Final = 1024
 
 
 class Tensor2D:
@@ -48,7 +50,7 @@ class Tensor2D:
         return self.grid.q
 
     def parallelize(self, model: _Model, plan: Plan | None = None) -> _Model:
-        """Turns a model's parameters into this rank's blocks, in place, and gives it back. No rank waits for another.
+        """Turns a model's parameters into this rank's blocks, in place, and gives it back. All ranks do it.
 
         Parameters keep their names, and are ordinary ones. They may have been built under `deferred_init`; then one at a time is made whole.
 
@@ -58,7 +60,7 @@ class Tensor2D:
                 by its `config.model_type`: Llama and GPT-2. A module's code must take the number of heads from what it is given.
         Raises:
             ConfigError: a model without a plan, a plan that does not fit, or sizes that do not divide by q, with the numbers.
-            StateError: a model that is parallelized already.
+            StateError: a model that is parallelized already. RankError: other ranks have other values, as of another seed; on all ranks.
         """
         if grid_of(model) is not None:
             raise StateError(f"{type(model).__name__} is parallelized already: its parameters are blocks")
@@ -152,7 +154,8 @@ class Tensor2D:
 def _replace(model: nn.Module, found: Sequence[Placed], grid: Grid) -> None:
     tables = {id(one.module.weight) for one in found if one.kind == "embedding"}
     together: dict[str, list[LinearBlock]] = {}
-    take = _take_blocks(grid)
+    seen = hashlib.sha256()
+    take = _take_blocks(grid, seen)
     for one in found:
         owner, _, name = one.name.rpartition(".")
         parent: Any = model.get_submodule(owner)
@@ -167,16 +170,24 @@ def _replace(model: nn.Module, found: Sequence[Placed], grid: Grid) -> None:
             together.setdefault(one.together, []).append(layer)
     for layers in together.values():
         SharedInput(layers)
+    grid.everyone.agree(
+        "the values that blocks are cut from",
+        f"digest {seen.hexdigest()[:8]}",
+        advice="Call torch.manual_seed(0) before the model is built, on all of them",
+    )
 
 
-def _take_blocks(grid: Grid) -> TakeBlock:
-    """Makes blocks of parameters, one of each, however many modules have it."""
+def _take_blocks(grid: Grid, seen: hashlib._Hash) -> TakeBlock:
+    """Makes blocks of parameters, one of each, however many modules have it. `seen`: is told of some elements of all of them."""
     made: dict[nn.Parameter, tuple[nn.Parameter, Cut]] = {}
 
     def take(parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
         if parameter not in made:
             recorder = deferred_by(parameter)
             whole = parameter.detach() if recorder is None else recorder.value(parameter)
+            if not whole.is_meta:
+                some = whole.flatten()[:: max(1, whole.numel() // _SEEN)]
+                seen.update(some.cpu().contiguous().view(torch.uint8).numpy().data)
             made[parameter] = nn.Parameter(cut.block(whole, grid), requires_grad=parameter.requires_grad), cut
         block, as_cut = made[parameter]
         if as_cut != cut:
