@@ -63,18 +63,18 @@ BLOCKS_2D: tuple[Mutant, ...] = (
         replace("whole.chunk(self.parts, dim)", "[whole]"), GPT2
     ),
     Fault("queries, keys and values are put together as one", "parallel.grid:Cut.whole").by(
-        always("self.parts == 1"), GPT2
+        replace("piece.chunk(self.parts, self.cols)", "[piece]"), GPT2
     ),
-    Fault("a loss is the mean of a row of the mesh", "parallel.cross_entropy_2d:_CrossEntropy.forward").by(
-        replace("grid.rows.sum", "(lambda *own: own)"), LOSSES
+    Fault("a loss is the mean of a row of the mesh", "parallel.cross_entropy_2d:cross_entropy_of_blocks").by(
+        replace("grid.rows", "type(grid.rows)()"), LOSSES
     ),
     Fault("the largest logit is one column's", "parallel.cross_entropy_2d:_CrossEntropy.forward").by(
         replace("grid.cols.largest(wide.amax(-1))", "wide.amax(-1)"), LOSSES
     ),
-    Fault("a batch without labels divides by 0", "parallel.cross_entropy_2d:_CrossEntropy.forward").by(
-        replace("n_valid.clamp(min=1)", "n_valid"), LOSSES
+    Fault("a batch without labels divides by 0", "parallel.token_losses:mean_over").by(
+        replace("count.clamp_min(1)", "count"), LOSSES
     ),
-    Fault("a loss takes labels as they are", "parallel.cross_entropy_2d:CausalLoss.__call__").by(
+    Fault("a loss takes labels as they are", "parallel.token_losses:CausalLoss.__call__").by(
         replace("F.pad(...)[..., 1:]", "labels"), GPT2
     ),
     Fault("all ranks drop the same", "parallel.random_streams:RandomStreams.before_forward").by(

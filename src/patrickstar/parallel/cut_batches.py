@@ -45,7 +45,10 @@ def cut(batch: Mapping[str, Any], *, multiple: int, of_rank: Callable[[Tensor], 
         shifted = tensors.get("shift_labels")
         if shifted is None:
             shifted = F.pad(tensors["labels"], (0, 1), value=IGNORED)[:, 1:]
-        _refuse_labels_of_padding(shifted, tensors.get("attention_mask"))
+        mask = tensors.get("attention_mask")
+        if mask is not None and (odd := int(((shifted != IGNORED) & (mask == 0)).sum())):
+            problem = f"{odd} tokens that attention_mask leaves out have labels; what they see is not defined: make those {IGNORED}"
+            refuse([problem], of="shard")
         whole["shift_labels"] = _padded(shifted, pad, IGNORED)
         whole["labels"] = _padded(tensors.get("labels", shifted), pad, IGNORED)
     parts = {name: of_rank(tensor) for name, tensor in whole.items()}
@@ -82,19 +85,6 @@ def _segments(tensors: Mapping[str, Tensor], rows: int, length: int, pad: int) -
         segments = torch.ones(rows, length, dtype=torch.int32, device=next(iter(tensors.values())).device)
     segments = _padded(segments, pad, 0)
     return None if bool((segments == segments[:, :1]).all()) else segments
-
-
-def _refuse_labels_of_padding(shifted: Tensor, mask: Tensor | None) -> None:
-    if mask is None:
-        return
-    odd = int(((shifted != IGNORED) & (mask == 0)).sum())
-    if odd:
-        refuse(
-            [
-                f"{odd} tokens that attention_mask leaves out have labels; what they see is not defined: make those {IGNORED}"
-            ],
-            of="shard",
-        )
 
 
 def _padded(tensor: Tensor, pad: int, value: int) -> Tensor:

@@ -30,11 +30,6 @@ class Grid:
     members: tuple[int, ...] = ()
 
     @property
-    def lines(self) -> dict[str, MeshGroup]:
-        """Both lines, by the name of the mesh's dimension."""
-        return {self.rows.name: self.rows, self.cols.name: self.cols}
-
-    @property
     def place(self) -> Place:
         """The row and column of this rank."""
         return self.rows.rank, self.cols.rank
@@ -136,11 +131,8 @@ class Cut:
         """The whole tensor of which all ranks have blocks, on each of them."""
         if self.cols is not None:
             pieces = gather(block, self.cols, grid.cols, chunk_sizes(self.shape[self.cols], grid.q))
-            if self.parts == 1:
-                block = torch.cat(pieces, self.cols)
-            else:
-                of_part = zip(*(piece.chunk(self.parts, self.cols) for piece in pieces), strict=True)
-                block = torch.cat([one for part in of_part for one in part], self.cols)
+            of_parts = zip(*(piece.chunk(self.parts, self.cols) for piece in pieces), strict=True)
+            block = torch.cat([one for part in of_parts for one in part], self.cols)
         if self.rows is not None:
             block = torch.cat(
                 gather(block, self.rows, grid.rows, chunk_sizes(self.shape[self.rows], grid.q)), self.rows

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from patrickstar.parallel.grid import Cut, Grid, chunk_sizes, own_sums, panels
 from patrickstar.parallel.group import MeshGroup
+from patrickstar.parallel.kernels import autocast
 from patrickstar.parallel.summa import BlockProduct, Steps, SummedProduct
 
 TakeBlock = Callable[[nn.Parameter, Cut], nn.Parameter]
@@ -253,11 +254,3 @@ class Replicated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return None, *ctx.line.sum(gradient)
-
-
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors as `F.linear` takes them: of autocast's type where that is on."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)

@@ -42,6 +42,14 @@ class Strips:
         ):
             yield source, self.columns(source, tensors[0].shape[2]), theirs
 
+    def own_sums(self, pairs: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+        """Gradients of this rank's tokens, from those of all ranks' rows. `pairs`: a strip [B, Z, c, L]. `rows`: of it, by key head."""
+        sums = torch.empty((self.group.size, *like.shape), dtype=rows.dtype, device=like.device)
+        for source, of_rank in enumerate(sums):
+            part = pairs[..., self.columns(source, like.shape[2])].to(rows.dtype)
+            torch.matmul(grouped(part, like.shape[1]).mT, rows, out=of_rank)
+        return self.group.scatter_sum(sums).to(like.dtype)
+
     @staticmethod
     def columns(source: int, local: int) -> slice:
         """The columns of the strip that are a rank's tokens."""
@@ -83,13 +91,11 @@ class _StripAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, weights, kept = ctx.saved_tensors
         strips: Strips = ctx.strips
-        dtype, local = sum_dtype(q.dtype), q.shape[2]
+        dtype = sum_dtype(q.dtype)
         rows, grad = grouped(q.to(dtype), k.shape[1]), grouped(grad_out.to(dtype), k.shape[1])
         dropped = _dropped(weights, kept, strips)
 
-        dv = torch.empty((strips.group.size, *v.shape), dtype=dtype, device=v.device)
-        for source in range(strips.group.size):
-            dv[source] = grouped(dropped[..., strips.columns(source, local)].to(dtype), k.shape[1]).mT @ grad
+        dv = strips.own_sums(dropped, grad, v)
         of_weights = torch.empty_like(weights, dtype=dtype)
         for _, columns, (values,) in strips.blocks(v):
             of_weights[..., columns] = grouped(grad @ values.to(dtype).mT, q.shape[1])
@@ -98,14 +104,11 @@ class _StripAttention(torch.autograd.Function):
         of_bias = None if ctx.bias is None else of_scores.sum_to_size(ctx.bias[0]).to(ctx.bias[1])
 
         of_scores = of_scores * strips.scale
-        dk = torch.empty((strips.group.size, *k.shape), dtype=dtype, device=k.device)
-        for source in range(strips.group.size):
-            dk[source] = grouped(of_scores[..., strips.columns(source, local)], k.shape[1]).mT @ rows
+        dk = strips.own_sums(of_scores, rows, k)
         dq = torch.zeros_like(q, dtype=dtype)
         for _, columns, (keys,) in strips.blocks(k):
             dq += grouped(grouped(of_scores[..., columns], k.shape[1]) @ keys.to(dtype), q.shape[1])
-        of_keys, of_values = (strips.group.scatter_sum(each) for each in (dk, dv))
-        return dq.to(q.dtype), of_keys.to(k.dtype), of_values.to(v.dtype), None, of_bias, None
+        return dq.to(q.dtype), dk, dv, None, of_bias, None
 
 
 def _dropped(weights: Tensor, kept: Tensor | None, strips: Strips) -> Tensor:

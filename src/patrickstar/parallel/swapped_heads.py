@@ -31,10 +31,8 @@ class SwappedHeads:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Tensor | None) -> Tensor:
         """The output for this rank's tokens."""
         copies = max(1, self.group.size // key.shape[1])
-        q, k, v = (
-            _Swap.apply(each, self.group, True)
-            for each in (query, key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1))
-        )
+        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+        q, k, v = (_Swap.apply(each, self.group, True) for each in (query, key, value))
         if segments is not None:
             segments = self.group.gather(segments).movedim(0, 1).flatten(1)
         return _Swap.apply(self.whole(q, k, v, segments), self.group, False)
@@ -44,21 +42,16 @@ class SwappedHeads:
     ) -> Tensor:
         """The output of attention to all tokens, which this rank has."""
         if segments is not None and mask is None and not self.dropout:  # a ring of one keeps no mask for backward
-            return Ring(MeshGroup(), TokenLayout("contiguous", 1), self.is_causal, self.scale)(
-                query, key, value, segments
-            )
+            alone = Ring(MeshGroup(), TokenLayout("contiguous", 1), self.is_causal, self.scale)
+            return alone(query, key, value, segments)
         if segments is not None or (self.is_causal and mask is not None):
             seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
             if segments is not None:
                 seen = (segments[:, :, None] == segments[:, None, :]).unsqueeze(1)
             seen = seen.tril() if self.is_causal else seen
-            mask = (
-                seen
-                if mask is None
-                else mask & seen
-                if mask.dtype == torch.bool
-                else mask.masked_fill(~seen, -math.inf)
-            )
+            if mask is not None:
+                seen = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
+            mask = seen
         return F.scaled_dot_product_attention(
             *(query, key, value, mask, self.dropout, self.is_causal and mask is None),
             scale=self.scale,

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from patrickstar.deferred.deferred_init import deferred_by
 from patrickstar.errors import ConfigError, StateError
 from patrickstar.hooks import watch_root
-from patrickstar.parallel.cross_entropy_2d import CausalLoss, cross_entropy_of_blocks
+from patrickstar.parallel.cross_entropy_2d import cross_entropy_of_blocks
 from patrickstar.parallel.grid import Cut, Grid, gather, piece
 from patrickstar.parallel.group import MeshGroup
 from patrickstar.parallel.layers_2d import BlockLayer, LinearBlock, SharedInput, TakeBlock, TiedHeadBlock
 from patrickstar.parallel.plans_2d import KINDS, Placed, Plan, placed
 from patrickstar.parallel.random_streams import RandomStreams
+from patrickstar.parallel.token_losses import CausalLoss, mean_alone
 from patrickstar.parameters.transforms import is_compiled
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -76,7 +77,8 @@ class Tensor2D:
         device = next(model.parameters()).device
         _replace(model, found, self.grid)
         if hasattr(type(model), "loss_function") and vocabulary:  # a property, which warns when it is asked
-            setattr(model, "loss_function", CausalLoss(self.grid, vocabulary[0]))  # noqa: B010
+            mean = partial(cross_entropy_of_blocks, self.grid, vocabulary[0])
+            setattr(model, "loss_function", CausalLoss(mean, shifts=True))  # noqa: B010
         place = self.grid.rows.rank * self.size + self.grid.cols.rank
         watch_root(model, RandomStreams(place, device), in_copies=True)
         return model
@@ -118,32 +120,30 @@ class Tensor2D:
             vocab_size: of the whole, where q does not divide it.
         """
         if self.size == 1:
-            total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index, reduction="sum")
-            return total / (labels != ignore_index).sum().clamp(min=1)
+            return mean_alone(logits, labels, ignore_index)
         size = logits.shape[-1] * self.size if vocab_size is None else vocab_size
-        return cross_entropy_of_blocks(self.grid, logits, labels, size, ignore_index=ignore_index)
+        return cross_entropy_of_blocks(self.grid, size, logits, labels, ignore_index)
 
     def state_dict(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Names and whole tensors of what `model.state_dict()` has, in the model's own layout, one at a time. All ranks ask for all of them."""
-        cuts = cuts_of(model)
-        for name, tensor in model.state_dict().items():
-            yield name, cuts[name].whole(tensor, self.grid) if name in cuts else tensor
+        return self._whole(model, model.state_dict().items())
 
     def gradients(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Names and whole gradients of the parameters that have one, one at a time. All ranks ask for all of them."""
+        return self._whole(model, ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None))
+
+    def _whole(self, model: nn.Module, blocks: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         cuts = cuts_of(model)
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                yield name, cuts[name].whole(parameter.grad, self.grid) if name in cuts else parameter.grad
+        for name, block in blocks:
+            yield name, cuts[name].whole(block, self.grid) if name in cuts else block
 
     def _rows(self, tensor: Tensor) -> Tensor:
         if tensor.shape[0] < self.size:
             raise ConfigError(
                 f"a batch of {tensor.shape[0]} over {self.size} rows of ranks: each row of the mesh takes one at least"
             )
-        return tensor.tensor_split(self.size)[
-            self.grid.rows.rank
-        ]  # as even as can be: a row without any would have nothing to do
+        # As even as can be: a row without any would have nothing to do.
+        return tensor.tensor_split(self.size)[self.grid.rows.rank]
 
     def _gathered(self, tensor: Tensor, dim: int, line: MeshGroup) -> Tensor:
         own = torch.zeros(self.size, dtype=torch.int64, device=tensor.device)
