@@ -1,4 +1,5 @@
 import errno
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -183,41 +184,26 @@ def test_ranks_that_share_sequences_are_planned_without_them(
     assert main([*flags, "--seq-len", str(longest * 11 // 10)]) == 3
 
 
-LOADS: dict[str, Callable[[int], float]] = {
-    "a line": lambda size: 0.2 + size / 100,
-    "a square": lambda size: 0.1 + (size / 1000) ** 2,
-    "nothing fits": lambda size: 2.0,
-    "stairs": lambda size: size // 50 * 0.25,
-}
+LOADS: list[Callable[[int], float]] = [lambda n: 0.2 + n / 100, lambda n: 0.1 + (n / 1000) ** 2, lambda n: n // 50 / 4]
+WHERE = list(
+    itertools.product((1, 32, 5000), (1, 4), (None, 48, 2048))
+)  # the first that is tried, what divides it, and the most
 
 
-@pytest.mark.parametrize("most", [None, 48, 2048])
-@pytest.mark.parametrize("of", [1, 4])
-@pytest.mark.parametrize("start", [1, 32, 5000])
-@pytest.mark.parametrize("name", LOADS)
-def test_the_largest_size_is_found_to_within_a_sixty_fourth(name: str, start: int, of: int, most: int | None) -> None:
-    """Also where what needs more than the budget fits all the same."""
-    for limit in (1.0, 1.3):
+@pytest.mark.parametrize("limit", [1.0, 1.3, 0.05])
+@pytest.mark.parametrize("load", LOADS)
+def test_the_largest_size_is_found_to_within_a_sixty_fourth(load: Callable[[int], float], limit: float) -> None:
+    """Also where what needs more than the budget fits all the same, and where nothing does."""
+    for start, of, most in WHERE:
         tries: list[int] = []
-
-        def tried(size: int) -> Tried:
-            tries.append(size)
-            return Tried(size, LOADS[name](size) <= limit, LOADS[name](size))
-
-        found = largest(tried, start, of=of, most=most)
-        true = max((n for n in range(of, (most or 20_000) + 1, of) if LOADS[name](n) <= limit), default=0)
-        assert found <= true
-        assert true - found <= max(of, found // 64)
+        found = largest(lambda n: Tried(tries.append(n) or n, load(n) <= limit, load(n)), start, of=of, most=most)
+        true = max((n for n in range(of, (most or 20_000) + 1, of) if load(n) <= limit), default=0)
+        assert 0 <= true - found <= max(of, found // 64)
         assert len(set(tries)) == len(tries)
         assert all(size % of == 0 < size <= (most or size) for size in tries)
 
 
-def test_a_size_that_needs_in_proportion_is_found_in_a_few_tries() -> None:
-    tries: list[int] = []
-
-    def tried(size: int) -> Tried:
-        tries.append(size)
-        return Tried(size, size <= 5000, 0.5 + size / 10_000)
-
-    assert largest(tried, 500, of=2) == 5000
-    assert len(tries) == 4
+def test_a_size_that_needs_in_proportion_is_found_in_four_tries() -> None:
+    sizes = iter((500, 1000, 5000, 5078))
+    assert largest(lambda n: Tried(next(sizes), n <= 5000, 0.5 + n / 10_000), 500, of=2) == 5000
+    assert not list(sizes)

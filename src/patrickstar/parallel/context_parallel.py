@@ -77,7 +77,7 @@ class ContextParallel:
         return self
 
     def within(self, layer: str) -> ContextParallel:
-        """The same, whose errors of ranks name a layer."""
+        """A view of this, whose errors of ranks name a layer."""
         named = copy.copy(self)
         named.group = self.group.within(layer)
         return named

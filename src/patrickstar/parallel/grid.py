@@ -50,7 +50,7 @@ class Grid:
         return MeshGroup(f"{self.rows.name}, {self.cols.name}", self.members, self.rows.rank * self.q + self.cols.rank)
 
     def within(self, layer: str) -> Grid:
-        """The same ranks, whose errors name a layer."""
+        """A view of these ranks, whose errors name a layer."""
         return replace(self, rows=self.rows.within(layer), cols=self.cols.within(layer))
 
 

@@ -114,7 +114,7 @@ class MeshGroup:
         return len(self.members)
 
     def within(self, layer: str) -> MeshGroup:
-        """The same ranks, whose errors name a layer."""
+        """A view of these ranks, whose errors name a layer."""
         return replace(self, layer=layer)
 
     def shift(self, tensors: Sequence[Tensor], into: Sequence[Tensor]) -> Shift:
