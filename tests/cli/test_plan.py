@@ -1,12 +1,15 @@
 import errno
+import itertools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from patrickstar.cli.main import main
+from patrickstar.cli.together import Tried, largest
 from patrickstar.memory.process import resident_bytes
 from patrickstar.parallel import costs
 from patrickstar.testing.faults import Fails, FaultyIO
@@ -179,3 +182,28 @@ def test_ranks_that_share_sequences_are_planned_without_them(
     assert main([*flags, "--seq-len", str(longest)]) == 0
     assert "  sent in a forward and backward  cp " in capsys.readouterr().out
     assert main([*flags, "--seq-len", str(longest * 11 // 10)]) == 3
+
+
+LOADS: list[Callable[[int], float]] = [lambda n: 0.2 + n / 100, lambda n: 0.1 + (n / 1000) ** 2, lambda n: n // 50 / 4]
+WHERE = list(
+    itertools.product((1, 32, 5000), (1, 4), (None, 48, 2048))
+)  # the first that is tried, what divides it, and the most
+
+
+@pytest.mark.parametrize("limit", [1.0, 1.3, 0.05])
+@pytest.mark.parametrize("load", LOADS)
+def test_the_largest_size_is_found_to_within_a_sixty_fourth(load: Callable[[int], float], limit: float) -> None:
+    """Also where what needs more than the budget fits all the same, and where nothing does."""
+    for start, of, most in WHERE:
+        tries: list[int] = []
+        found = largest(lambda n: Tried(tries.append(n) or n, load(n) <= limit, load(n)), start, of=of, most=most)
+        true = max((n for n in range(of, (most or 20_000) + 1, of) if load(n) <= limit), default=0)
+        assert 0 <= true - found <= max(of, found // 64)
+        assert len(set(tries)) == len(tries)
+        assert all(size % of == 0 < size <= (most or size) for size in tries)
+
+
+def test_a_size_that_needs_in_proportion_is_found_in_four_tries() -> None:
+    sizes = iter((500, 1000, 5000, 5078))
+    assert largest(lambda n: Tried(next(sizes), n <= 5000, 0.5 + n / 10_000), 500, of=2) == 5000
+    assert not list(sizes)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import patrickstar
+from patrickstar.errors import RankError
 from patrickstar.parallel import Tensor2D, summa_ab, summa_abt, summa_atb, traffic
 from patrickstar.parallel.grid import Cut, Grid
 from patrickstar.parallel.layers_2d import NormBlock
@@ -373,6 +374,7 @@ class Seen(nn.Module):
 
 def faked(rank: int, q: int) -> dict[str, Any]:
     """A step of a copy whose tensors are fake: shapes, and bytes that are sent."""
+    torch.manual_seed(0)
     tp = Tensor2D(mesh_of(q))
     model, batch = copy.deepcopy(tp.parallelize(llama(q))), tp.shard(batch_of(2 * q))
     mode = FakeTensorMode()
@@ -389,8 +391,19 @@ def faked(rank: int, q: int) -> dict[str, Any]:
     }
 
 
+def other_seeds(rank: int, q: int) -> str:
+    """What is said where the last rank has built its model from another seed."""
+    torch.manual_seed(rank // 3)
+    try:
+        Tensor2D(mesh_of(q)).parallelize(llama(q))
+    except RankError as error:
+        return str(error)
+    return "nothing"
+
+
 def refused(rank: int, q: int) -> dict[str, str]:
     """What bad input is answered with, by what it is; nothing is sent meanwhile."""
+    torch.manual_seed(0)
     mesh, tp = mesh_of(q), Tensor2D(mesh_of(q))
     line = init_device_mesh("cpu", (q * q,), mesh_dim_names=("row",))
     uneven = init_device_mesh("cpu", (1, q * q), mesh_dim_names=("row", "col"))

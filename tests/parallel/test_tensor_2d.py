@@ -143,6 +143,13 @@ def test_a_copy_with_fake_tensors_has_shapes_and_sends_nothing(four: Team) -> No
         assert answer == {"logits": (2, S, (34, 33)[rank % 2]), "sent": {}, "all": True}
 
 
+def test_models_of_different_seeds_are_an_error_on_all_ranks(four: Team) -> None:
+    for said in all_well(four.run(programs_of_2d.other_seeds, 2)):
+        assert "the values that blocks are cut from: rank 0 has digest" in said
+        assert "and rank 3 has digest" in said
+        assert "torch.manual_seed(0)" in said
+
+
 ANSWERS: Mapping[str, tuple[str, ...]] = {
     "a line": ("ConfigError", "two dimensions of equal size", "DeviceMesh", "row"),
     "not square": ("ConfigError", "DeviceMesh", "col"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import patrickstar
+from patrickstar.errors import RankError
 from patrickstar.parallel import ContextParallel, Tensor2D, traffic
-from tests.ranks import Teams, all_well
+from tests.ranks import Ended, Team, Teams, all_well, kill_me
 from tests.session.test_blocks_2d import tensors_in
 
 STEPS, ROWS, LENGTH = 4, 2, 30
@@ -136,6 +138,40 @@ def test_checkpoints_go_from_parts_of_sequences_to_one_process_and_to_blocks_and
         exported = type(plainly).from_pretrained(tmp_path / name / "export")
         with torch.no_grad():
             assert torch.equal(exported.eval()(ids).logits, plainly.eval()(ids).logits)
+
+
+def ends(rank: int, how: str) -> tuple[RankError, float]:
+    """A second step in which rank 1 is killed in forward, or stands still in backward, before the attention of a layer: what is said, and when."""
+    mesh, model = init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "cp")), llama()
+    cp, attention = ContextParallel(mesh["cp"]), model.model.layers[1].self_attn
+    optimizer = torch.optim.AdamW(cp.parallelize(model).parameters())
+    options = patrickstar.Options(collective_timeout=2 if how == "stalls" else 600)
+    with patrickstar.manage(model, optimizer, mesh=mesh, precision="fp32", device="cpu", options=options) as session:
+        model(**cp.shard(batch(0, 0))).loss.backward()
+        session.optimizer.step()
+        session.optimizer.zero_grad()
+        if rank == 1 and how == "is killed":
+            attention.v_proj.register_forward_hook(lambda *_: kill_me())
+        elif rank == 1:
+            attention.o_proj.register_full_backward_hook(lambda *_: time.sleep(10))
+        started = time.monotonic()
+        with pytest.raises(RankError) as told:
+            model(**cp.shard(batch(1, 0))).loss.backward()
+        return told.value, time.monotonic() - started
+
+
+@pytest.mark.parametrize(("how", "said"), [("is killed", "has ended"), ("stalls", "was at collective")])
+def test_what_ends_a_rank_in_a_hop_is_an_error_on_all_that_names_it_and_the_layer(
+    three: Team, how: str, said: str
+) -> None:
+    first, own, last = three.run(ends, how)
+    three.has_all = False  # groups of torch are out of step: another test has others
+    assert own == Ended(-9) if how == "is killed" else isinstance(own[0], RankError)
+    for error, seconds in (first, last):
+        assert error.ranks == (1,)
+        assert f"rank 1 {said}" in str(error)
+        assert "waited for others in LlamaAttention of layer 1" in str(error)
+        assert seconds < 30
 
 
 def refusals(rank: int) -> list[str]:

@@ -14,7 +14,7 @@ from patrickstar.cli import flags
 from patrickstar.cli.machines import MachineSource
 from patrickstar.cli.models import ModelSource, check_length
 from patrickstar.cli.predict import forecast_row, predict, with_precision
-from patrickstar.cli.together import Together, largest, together_options
+from patrickstar.cli.together import Together, Tried, largest, together_options
 from patrickstar.core.shard_layout import RankOf
 from patrickstar.errors import some
 from patrickstar.units import format_budget, format_bytes
@@ -73,8 +73,12 @@ def plan(**given: Any) -> int:
                 positions = getattr(config, "max_position_embeddings", None)
                 ways = {"seq_len": (together.multiple, positions), "batch_size": (world // together.size, None)}
                 for name, (of, most) in ways.items():
-                    ask_for = partial(lambda name, n: ask(**{**shape, name: n}).fits, name)
-                    found[name] = largest(ask_for, shape[name], of=of, most=most)
+
+                    def tried(size: int, name: str = name) -> Tried:
+                        is_first = size == shape[name]
+                        return Tried.of(size, forecast if is_first else ask(**{**shape, name: size}, advises=False))
+
+                    found[name] = largest(tried, shape[name], of=of, most=most)
     finally:
         gc.unfreeze()
     if machine is not None:

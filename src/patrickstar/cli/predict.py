@@ -26,10 +26,12 @@ def predict(
     has: Resources | None = None,
     which: RankOf | None = None,
     together: Together | None = None,
+    advises: bool = True,
 ) -> Forecast:
     """The forecast of a step on batches of a shape; the model may be on the meta device.
 
     `has`: what another machine has. `which`: the rank whose part of the batch it is; None: all of it is one process's. `together`: how it is shared.
+    `advises`: as `forecast` has it.
     """
     import torch
 
@@ -41,7 +43,7 @@ def predict(
     rows = batch_size if which is None else batch_size * together.size // which.size
     batch = together.shard(as_batch(torch.zeros(rows, seq_len, dtype=torch.int64)))
     shares = which and together.sharing(which)
-    return forecast(model, batch, clip=clip, has=has, which=shares, **manage_arguments(arguments))
+    return forecast(model, batch, clip=clip, has=has, which=shares, advises=advises, **manage_arguments(arguments))
 
 
 def with_precision(arguments: MemoryOptions, has: Resources) -> tuple[MemoryOptions, str]:

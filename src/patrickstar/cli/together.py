@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import click
 
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from patrickstar.cli.batches import Batch
+    from patrickstar.session.forecast import Forecast
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 METHODS: Final = ("ring", "rsa", "ulysses")
+_NEAR: Final = 1 / 8
 
 
 @dataclass(slots=True)
@@ -121,16 +123,43 @@ class Together:
         return {name: group.sent.imagined - before[name] for name, group in groups.items()}
 
 
-def largest(fits: Callable[[int], bool], start: int, *, of: int, most: int | None = None) -> int:
-    """The largest multiple of a number that fits, to within a sixty-fourth, and not above `most`; 0 where none does. `start`: is tried first."""
-    low, high = 0, -(-start // of) * of
-    while (most is None or high <= most) and fits(high):
-        low, high = high, 2 * high
-    if most is not None:
-        high = min(high, most // of * of + of)
-    while high - low > max(of, low // 64 // of * of):
-        middle = (low + high) // 2 // of * of
-        low, high = (middle, high) if fits(middle) else (low, middle)
+class Tried(NamedTuple):
+    """A size that has been tried. `load`: how many times the budget it needs, about: blocks that keep their bytes may need less."""
+
+    size: int
+    fits: bool
+    load: float
+
+    @classmethod
+    def of(cls, size: int, forecast: Forecast) -> Tried:
+        """The size with which a forecast was made."""
+        loads = (forecast.minimum[tier] / budget for tier, budget in forecast.budget.items() if budget)
+        return cls(size, forecast.fits, max(loads, default=0.0))
+
+
+def largest(tried: Callable[[int], Tried], start: int, *, of: int, most: int | None = None) -> int:
+    """The largest multiple of a number that fits, to within a sixty-fourth, and not above `most`; 0 where none does.
+
+    Each takes a second or more to try. Two say about where it lies; from there it is looked for by steps that grow, and at last by halves.
+
+    Args:
+        start: is tried first.
+    """
+    low, high = 0, None if most is None else most // of * of + of
+    size = max(of, min(-(-start // of) * of, most or start + of) // of * of)
+    known: list[Tried] = []
+    away = 0
+    while high is None or high - low > max(of, low // 64 // of * of):
+        known.append(found := tried(size))
+        low, high = (size, high) if found.fits else (low, size)
+        step, before = max(of, low // 64 // of * of), known[-2:][0]
+        guess = 2.0 * low if high is None else (low + high) / 2
+        if not away and abs(found.load - 1) > _NEAR and before.load != found.load:
+            guess = size + (1 - found.load) * (before.size - size) / (before.load - found.load)
+        elif (abs(found.load - 1) <= _NEAR and not away) or (away and before.fits == found.fits):
+            away = 2 * away or step
+            guess = size + (away if found.fits else -away)
+        size = max(low + step, int(min(guess, 64 * low if high is None else high - step)) // of * of)
     return low
 
 

@@ -41,6 +41,7 @@ _SUMMED_AT_ONCE: Final = 1 << 18  # elements
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 5e-5, 1e-3
 _GRACE_S: Final = 5.0  # for the watch to find out who it was
 _MORE_THAN_OURS_S: Final = 15.0
+_WAITS_ON_S: Final = 5.0  # who looks at others is at it that long: hearts are heard meanwhile, and then it looks again
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,12 +156,12 @@ class Collectives:
 
         `error`: of torch's, with which waiting has ended: of that in any case.
         """
-        number = self._issued + 1
+        number, self._watch.position.waits_until = self._issued + 1, time.monotonic() + _WAITS_ON_S
         if error is not None:
             raise self._broken(number, error) from error
         self._check(number)
         if waited_s > self._timeout_s:
-            ranks, found = self._watch.late_for(0)
+            ranks, found = self._watch.late_for(None)
             reason = f"{self.me} has waited for other ranks for {self._timeout_s:g} s: {found}"
             raise self._failed(News(ranks, "a wait", reason))
 

@@ -101,11 +101,15 @@ class News:
 
 @dataclass(slots=True)
 class Position:
-    """The numbers of the last collective that ended on a rank and of the last that began there, and which that is."""
+    """The numbers of the last collective that ended on a rank and of the last that began there, and which that is.
+
+    `waits_until`: a time on its clock until when it is known to wait for others by other means; of another rank, how long from then on.
+    """
 
     done: int = 0
     number: int = 0
     doing: str = ""
+    waits_until: float = 0.0
 
 
 class Watch:
@@ -173,8 +177,11 @@ class Watch:
         telling.join(1)
         self._thread.join(1)
 
-    def late_for(self, number: int) -> tuple[list[int], str]:
-        """The ranks that are to blame where a collective does not end, and what is known of them. Takes seconds: hearts are heard twice."""
+    def late_for(self, number: int | None) -> tuple[list[int], str]:
+        """The ranks that are to blame where a collective does not end, and what is known of them. Takes seconds: hearts are heard twice.
+
+        Without a number: where ranks wait by other means, those that do not.
+        """
         first = self._hear(range(self._ranks.size))
         time.sleep(2.5 * _BEAT_S)
         now = self._hear(range(self._ranks.size))
@@ -183,7 +190,7 @@ class Watch:
         if silent := [rank for rank in others if now.get(rank) == first.get(rank)]:
             return silent, f"{names(silent)} did not answer"
         at = {rank: Position(*json.loads(heard)[1:]) for rank, heard in now.items()}
-        behind = [rank for rank in at if at[rank].number < number]
+        behind = [rank for rank in at if (at[rank].waits_until <= 0 if number is None else at[rank].number < number)]
         texts = [f"{names([r])} was at collective {at[r].number}, {at[r].doing or 'none'}" for r in behind]
         return behind, some(texts, most=8, separator="; ") or "all ranks are there"
 
@@ -229,7 +236,8 @@ class Watch:
         self._beat_due = time.monotonic() + _BEAT_S
         self._beats += 1
         at = self.position
-        self._store.set(f"beat/{self._ranks.rank}", json.dumps([self._beats, at.done, at.number, at.doing]))
+        waits = at.waits_until - time.monotonic()
+        self._store.set(f"beat/{self._ranks.rank}", json.dumps([self._beats, at.done, at.number, at.doing, waits]))
         after_me = (self._ranks.rank + 1) % self._ranks.size
         if not self._has_met or after_me in self._beside or after_me in self.absent:
             return

@@ -27,22 +27,20 @@ __all__ = [
 
 _PLACES = _types.MappingProxyType(
     {
-        "ContextParallel": "patrickstar.parallel.context_parallel",
-        "Tensor2D": "patrickstar.parallel.tensor_2d",
-        "Traffic": "patrickstar.parallel.traffic_counter",
-        "Verification": "patrickstar.parallel.verification",
-        "summa_ab": "patrickstar.parallel.summa",
-        "summa_abt": "patrickstar.parallel.summa",
-        "summa_atb": "patrickstar.parallel.summa",
-        "traffic": "patrickstar.parallel.traffic_counter",
+        "context_parallel": ("ContextParallel",),
+        "summa": ("summa_ab", "summa_abt", "summa_atb"),
+        "tensor_2d": ("Tensor2D",),
+        "traffic_counter": ("Traffic", "traffic"),
+        "verification": ("Verification",),
     }
 )
 
 
 def __getattr__(name: str) -> _typing.Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_importlib.import_module(_PLACES[name]), name)
+    for module, names in _PLACES.items():
+        if name in names:
+            return getattr(_importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar
 
 import torch
-import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from patrickstar.config.kinds import refuse
 from patrickstar.errors import StateError, nearest
 from patrickstar.parallel.cut_batches import IGNORED, cut
 from patrickstar.parallel.group import MeshGroup, digest
+from patrickstar.parallel.kernels import autocast
 from patrickstar.parallel.layouts import TokenLayout
 from patrickstar.parallel.ring import Ring
 from patrickstar.parallel.strips import Strips
 from patrickstar.parallel.swapped_heads import SwappedHeads
-from patrickstar.parallel.token_losses import mean_over, token_losses
-from patrickstar.parallel.transformer_models import is_parallelized, parallelize, refuse_unknown, release
+from patrickstar.parallel.token_losses import mean_alone, mean_over, token_losses
+from patrickstar.parallel.transformer_models import Parallelized, refuse_unknown
 from patrickstar.parallel.verification import Verification, verify
 from patrickstar.torch_private import FakeTensor
 
@@ -64,7 +65,7 @@ class ContextParallel:
         refuse(list(_problems(mesh, method, layout, gradients)), of="ContextParallel")
         self.method, self.gradients = method, gradients
         self.layout = layout or _LAYOUTS[method][0]
-        self.group = MeshGroup(mesh)
+        self.group = MeshGroup.along(mesh, is_apart=True)
         self.size, self.rank = self.group.size, self.group.rank
         self._tokens = TokenLayout(self.layout, self.group.size)
         self._gradient_scale = self.size if gradients == "mean" else 1
@@ -75,12 +76,18 @@ class ContextParallel:
         """The object itself: its ranks are not copied."""
         return self
 
+    def within(self, layer: str) -> ContextParallel:
+        """A view of this, whose errors of ranks name a layer."""
+        named = copy.copy(self)
+        named.group = self.group.within(layer)
+        return named
+
     @property
     def multiple(self) -> int:
         """Number by which lengths are divisible."""
         return self._tokens.multiple
 
-    def positions(self, length: int, *, device: torch.device | str | None = None) -> torch.Tensor:
+    def positions(self, length: int, *, device: torch.device | str | None = None) -> Tensor:
         """The positions [L/N] of a sequence that this rank has, in its order.
 
         Raises:
@@ -105,12 +112,12 @@ class ContextParallel:
             ConfigError: a tensor whose length is not divisible by `multiple`; something in the mapping that cannot be cut.
             RankError: another rank of the group has another batch; on all ranks.
         """
-        if isinstance(batch, torch.Tensor):
+        if isinstance(batch, Tensor):
             self._agree_on("shard", {"a tensor": batch})
             return batch.index_select(dim, self.positions(batch.shape[dim], device=batch.device))
         if self.size == 1:
             return dict(batch)
-        self._agree_on("shard", {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
+        self._agree_on("shard", {name: value for name, value in batch.items() if isinstance(value, Tensor)})
         return cut(
             batch,
             multiple=self.multiple,
@@ -118,7 +125,7 @@ class ContextParallel:
         )
 
     @torch.no_grad()
-    def unshard(self, tensor: torch.Tensor, dim: int = 1, length: int | None = None) -> torch.Tensor:
+    def unshard(self, tensor: Tensor, dim: int = 1, length: int | None = None) -> Tensor:
         """The whole of what ranks have parts of along `dim`, without gradients. `length`: without what comes after, padding for instance."""
         if self.size == 1:
             return tensor.narrow(dim, 0, tensor.shape[dim] if length is None else length)
@@ -129,17 +136,17 @@ class ContextParallel:
 
     def attention(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
         *,
-        segments: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        segments: Tensor | None = None,
+    ) -> Tensor:
         """Attention to all tokens of the sequences, as `torch.nn.functional.scaled_dot_product_attention` has it on one rank.
 
         Args:
@@ -151,13 +158,9 @@ class ContextParallel:
         Raises:
             ConfigError: what the method does not do, and heads that do not divide, before any collective. RankError: other ranks have other shapes.
         """
-        refuse(
-            list(self._attention_problems(query, key, value, attn_mask, dropout_p, enable_gqa, segments)),
-            of="attention",
-        )
-        if torch.is_autocast_enabled(query.device.type):
-            dtype = torch.get_autocast_dtype(query.device.type)
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        given = (query, key, value, attn_mask, dropout_p, enable_gqa, segments)
+        refuse(self._attention_problems(*given), of="attention")
+        query, key, value = autocast(query, key, value)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         if segments is not None:
             segments = segments.to(torch.int32).expand(query.shape[0], -1).contiguous()
@@ -176,20 +179,17 @@ class ContextParallel:
             return Strips(self.group, is_causal, scale, dropout_p)(query, key, value, segments, attn_mask)
         return SwappedHeads(self.group, is_causal, scale, dropout_p)(query, key, value, segments)
 
-    def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = IGNORED) -> torch.Tensor:
+    def cross_entropy(self, logits: Tensor, labels: Tensor, ignore_index: int = IGNORED) -> Tensor:
         """The mean cross-entropy of the valid tokens of the group: the whole's value, this rank's share of the gradient.
 
         Args:
             logits: [B, L/N, V]. labels: [B, L/N], cut as the tokens are; what is to be predicted is shifted before the cut.
         """
         if self.size == 1:
-            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index)
-            return torch.where((labels != ignore_index).any(), loss, 0)
+            return mean_alone(logits, labels, ignore_index)
         return self.token_mean(token_losses(logits, labels, ignore_index), labels != ignore_index)
 
-    def token_mean(
-        self, values: torch.Tensor, valid: torch.Tensor, *, of: torch.Tensor | int | None = None
-    ) -> torch.Tensor:
+    def token_mean(self, values: Tensor, valid: Tensor, *, of: Tensor | int | None = None) -> Tensor:
         """The mean of the valid values of the group, 0 where there are none: the whole's value, this rank's share of the gradient.
 
         Args:
@@ -199,18 +199,16 @@ class ContextParallel:
 
     @torch.no_grad()
     def reduce_gradients(self, model: nn.Module) -> None:
-        """Has gradients be those of the whole sequences, on each rank: sums over the group. Once after backward, where nothing else does it."""
+        """Sums gradients over the group, once after backward, where nothing else does it."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.size == 1 or not parameters:
             return
         # A rank whose tokens do not reach a parameter has none, and takes part.
         has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
-        self.group.add_up(has)
-        for parameter, count in zip(parameters, has.tolist(), strict=True):
+        for parameter, count in zip(parameters, self.group.sum(has)[0].tolist(), strict=True):
             if count:
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                total = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
-                self.group.add_up(total)
+                (total,) = self.group.sum(grad.to(torch.promote_types(grad.dtype, torch.float32)))
                 parameter.grad = grad.copy_(total.div_(self._gradient_scale))
 
     def parallelize(self, model: Model) -> Model:
@@ -220,12 +218,14 @@ class ContextParallel:
             ConfigError: tokens mix in other ways than causal or full attention, or it is no model of `transformers`. StateError: it is parallelized.
         """
         refuse_unknown(model, self)
-        return model if self.size == 1 else parallelize(model, self)
+        if self.size > 1:
+            Parallelized(model, self)
+        return model
 
     def release(self, model: Model) -> Model:
-        """The model as it was before `parallelize`, itself."""
+        """The model as it was before `parallelize`, itself. StateError: it is not parallelized by this object."""
         if self.size > 1:
-            release(model, self)
+            self._part_of(model, "release").undo(model)
         return model
 
     def verify(self, model: nn.Module, batch: Mapping[str, Any]) -> Verification:
@@ -236,52 +236,52 @@ class ContextParallel:
         Args:
             model: parallelized, with parameters that fit beside two of their gradients. batch: whole, as for `shard`, alike on all ranks.
         """
-        if not is_parallelized(model, self) and self.size > 1:
-            raise StateError("verify: the model is not parallelized by this object: call parallelize(model) first")
+        if self.size > 1:
+            self._part_of(model, "verify")
         return verify(model, batch, self)
 
-    def _agree_on(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _part_of(self, model: nn.Module, verb: str) -> Parallelized:
+        ours = Parallelized.part_of(model)
+        if ours is None or ours.over is not self:
+            raise StateError(f"{verb}: the model is not parallelized by this object: call parallelize(model) first")
+        return ours
+
+    def _agree_on(self, what: str, tensors: Mapping[str, Tensor]) -> None:
         # Of shapes alone, nobody says anything.
         if self.size > 1 and not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
             self.group.agree(what, ", ".join(f"{name} {digest(tensors[name])}" for name in sorted(tensors)))
 
     def _attention_problems(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        dropout: float,
-        enable_gqa: bool,
-        segments: torch.Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, has_gqa: bool, ids: Tensor | None
     ) -> list[str]:
         shapes = f"query {list(q.shape)}, key {list(k.shape)}, value {list(v.shape)}"
         if not q.ndim == k.ndim == v.ndim == 4 or q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3]:
             return [f"{shapes}: [B, Z, L/N, A] is expected of each, of as many rows"]
-        problems = self.head_problems(q.shape[1], k.shape[1])
-        if q.shape[2:] != k.shape[2:]:
-            problems.append(f"{shapes}: each rank has as many queries as keys, and both are of one size")
-        if q.shape[1] != k.shape[1] and not enable_gqa:
-            problems.append(f"{q.shape[1]} heads and {k.shape[1]} key heads: enable_gqa=True shares them")
-        if q.shape[2] * self.size % self.multiple:
-            problems.append(
-                f"{q.shape[2]} tokens a rank: {self.layout} has {self.multiple // self.size} equal parts on each"
-            )
-        if mask is not None and self.method != "rsa":
-            problems.append(f'attn_mask in method="{self.method}": segments= works in all, any mask with method="rsa"')
-        pairs = (*q.shape[:3], self.size * k.shape[2])
-        if mask is not None and any(n not in {1, of} for n, of in zip(mask.shape[::-1], pairs[::-1], strict=False)):
-            problems.append(f"attn_mask {list(mask.shape)}: [.., {q.shape[2]}, {self.size * k.shape[2]}] is expected")
-        if dropout and self.method == "ring":
-            problems.append(
-                f'dropout {dropout} in method="ring": "rsa" and "ulysses" have it, or set it to 0 (attn_pdrop)'
-            )
-        if segments is not None and (
-            segments.ndim != 2 or segments.shape[1] != q.shape[2] or segments.is_floating_point()
-        ):
-            problems.append(
-                f"segments {list(segments.shape)} of {segments.dtype}: integers [{q.shape[0]}, {q.shape[2]}]"
-            )
+        (rows, heads, local, _), parts = q.shape, self.multiple // self.size
+        sizes = () if mask is None else zip(mask.shape[::-1], (self.size * local, local, heads, rows), strict=False)
+        checks = (
+            (q.shape[2:] != k.shape[2:], f"{shapes}: each has as many queries as keys, and both are of one size"),
+            (
+                heads != k.shape[1] and not has_gqa,
+                f"{heads} heads and {k.shape[1]} key heads: enable_gqa=True shares them",
+            ),
+            (local % parts, f"{local} tokens a rank: {self.layout} has {parts} equal parts on each"),
+            (
+                mask is not None and self.method != "rsa",
+                f'attn_mask in method="{self.method}": segments= works in all, any mask with method="rsa"',
+            ),
+            (
+                any(n not in {1, of} for n, of in sizes),
+                f"attn_mask {[] if mask is None else list(mask.shape)}: [.., {local}, {self.size * local}] is expected",
+            ),
+            (
+                dropout and self.method == "ring",
+                f'dropout {dropout} in method="ring": "rsa" and "ulysses" have it, or set it to 0 (attn_pdrop)',
+            ),
+        )
+        problems = [*self.head_problems(heads, k.shape[1]), *(text for is_so, text in checks if is_so)]
+        if ids is not None and (ids.ndim != 2 or ids.shape[1] != local or ids.is_floating_point()):
+            problems.append(f"segments {list(ids.shape)} of {ids.dtype}: integers [{rows}, {local}]")
         return problems
 
     def head_problems(self, heads: int, key_heads: int) -> list[str]:
@@ -291,11 +291,10 @@ class ContextParallel:
             return [f"{heads} heads over {key_heads} key heads: no multiple"]
         if self.method != "ulysses":
             return []
-        problems = [f'{heads} heads over {n} ranks: "ulysses" needs a multiple; "ring" does not'] if heads % n else []
+        only = '"ulysses" needs a multiple{}; "ring" does not'
+        problems = [f"{heads} heads over {n} ranks: {only.format('')}"] if heads % n else []
         if key_heads % n and n % key_heads:
-            problems.append(
-                f'{key_heads} key heads over {n} ranks: "ulysses" needs a multiple or a divisor; "ring" does not'
-            )
+            problems.append(f"{key_heads} key heads over {n} ranks: {only.format(' or a divisor')}")
         return problems
 
 

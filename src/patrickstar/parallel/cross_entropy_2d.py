@@ -2,86 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from patrickstar.parallel.cut_batches import IGNORED
 from patrickstar.parallel.grid import Grid, chunk_sizes
 from patrickstar.parallel.layers_2d import place_of
+from patrickstar.parallel.token_losses import mean_over
 
 
 def cross_entropy_of_blocks(
-    grid: Grid,
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    size: int,
-    *,
-    ignore_index: int = -100,
-    count: torch.Tensor | float | None = None,
-) -> torch.Tensor:
+    grid: Grid, size: int, logits: Tensor, labels: Tensor, ignore_index: int = IGNORED, count: Any = None
+) -> Tensor:
     """The mean over the valid labels of all rows, the same on all ranks; its gradient is this rank's share.
 
     Args:
-        logits: [..., V] of this column. labels: [...] of this row, alike in its columns. size: of the vocabulary.
+        size: of the vocabulary. logits: [..., V] of this column. labels: [...] of this row, alike in its columns.
         count: what to divide by in place of the number of valid labels.
     """
-    return _CrossEntropy.apply(grid, (size, ignore_index, count), logits, labels)
+    valid = labels != ignore_index
+    return mean_over(_CrossEntropy.apply(grid, size, logits, labels, valid), valid, grid.rows, of=count)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, grid: Grid, options: tuple[int, int, Any], logits: Any, labels: Any) -> torch.Tensor:
-        size, ignore_index, count = options
-        sizes = chunk_sizes(size, grid.q)
-        wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
-        labels = labels.flatten()
-        valid = labels != ignore_index
-        here = valid & (place_of(labels, sizes) == grid.cols.index)
-        index = torch.where(here, labels - grid.cols.index * sizes[0], 0)[:, None]
+    """Cross-entropies [...], at least in fp32; those of labels that are not valid mean nothing."""
 
+    @staticmethod
+    def forward(ctx: Any, grid: Grid, size: int, logits: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
+        sizes, j = chunk_sizes(size, grid.q), grid.cols.rank
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        here = valid & (place_of(labels, sizes) == j)
+        index = torch.where(here, labels - j * sizes[0], 0).unsqueeze(-1)
         largest = grid.cols.largest(wide.amax(-1))
-        target = torch.where(here, wide.gather(-1, index)[:, 0], 0)
-        target, total = grid.cols.sum(target, (wide - largest[:, None]).exp().sum(-1))
+        target = torch.where(here, wide.gather(-1, index).squeeze(-1), 0)
+        target, total = grid.cols.sum(target, (wide - largest.unsqueeze(-1)).exp().sum(-1))
         lse = largest + total.log()
-        loss, n_valid = grid.rows.sum(torch.where(valid, lse - target, 0).sum().double(), valid.sum().double())
-        divisor = n_valid.clamp(min=1) if count is None else count
-        ctx.save_for_backward(logits, lse, index, here, valid, (1 / divisor) * torch.ones_like(loss))
-        return (loss / divisor).to(wide.dtype)
+        ctx.save_for_backward(logits, lse, index, here)
+        return lse - target
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        logits, lse, index, here, valid, factor = ctx.saved_tensors
-        p = (logits.flatten(0, -2).to(lse.dtype) - lse[:, None]).exp_()
-        p.scatter_add_(-1, index, -here[:, None].to(p.dtype))
-        p.mul_((valid * (gradient * factor).to(p.dtype))[:, None])
-        return None, None, p.to(logits.dtype).view(logits.shape), None
-
-
-@dataclass(frozen=True, slots=True)
-class CausalLoss:
-    """The loss of a causal language model of `transformers`, over blocks; it is called as theirs is. `size`: of the vocabulary."""
-
-    grid: Grid
-    size: int
-
-    def __call__(
-        self,
-        logits: torch.Tensor,
-        labels: torch.Tensor | None,
-        *,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: torch.Tensor | None = None,
-        **_: Any,
-    ) -> torch.Tensor:
-        """The mean over valid labels, each token's being the next one, or the sum over `num_items_in_batch`."""
-        if shift_labels is None:
-            assert labels is not None
-            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        return cross_entropy_of_blocks(
-            self.grid, logits, shift_labels, self.size, ignore_index=ignore_index, count=num_items_in_batch
-        )
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        logits, lse, index, here = ctx.saved_tensors
+        p = (logits.to(lse.dtype) - lse.unsqueeze(-1)).exp_()
+        p.scatter_add_(-1, index, -here.unsqueeze(-1).to(p.dtype))
+        return None, None, p.mul_(gradient.unsqueeze(-1)).to(logits.dtype), None, None

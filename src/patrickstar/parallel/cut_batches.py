@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from patrickstar.config.kinds import refuse
 from patrickstar.errors import nearest
@@ -21,7 +22,7 @@ _KNOWN: Final[tuple[str, ...]] = (*_PADS, "attention_mask", "labels", "shift_lab
 IGNORED: Final = -100
 
 
-def cut(batch: Mapping[str, Any], *, multiple: int, of_rank: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+def cut(batch: Mapping[str, Any], *, multiple: int, of_rank: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     """The part that a rank has of a batch: all that it had, `position_ids`, and a mask where there are segments.
 
     Args:
@@ -30,21 +31,24 @@ def cut(batch: Mapping[str, Any], *, multiple: int, of_rank: Callable[[torch.Ten
     Raises:
         ConfigError: something of the batch that cannot be cut; all problems at once.
     """
-    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     refuse(_problems(tensors), of="shard")
     tokens = next(tensors[name] for name in TOKENS if name in tensors)
     rows, length = tokens.shape[:2]
     pad = -length % multiple
     segments = _segments(tensors, rows, length, pad)
 
-    whole: dict[str, torch.Tensor] = {name: _padded(tensors[name], pad, 0) for name in _PADS if name in tensors}
+    whole: dict[str, Tensor] = {name: _padded(tensors[name], pad, 0) for name in _PADS if name in tensors}
     if "position_ids" not in whole:
         whole["position_ids"] = _padded(torch.arange(length, device=tokens.device).unsqueeze(0), pad, 0)
     if "labels" in tensors or "shift_labels" in tensors:
         shifted = tensors.get("shift_labels")
         if shifted is None:
             shifted = F.pad(tensors["labels"], (0, 1), value=IGNORED)[:, 1:]
-        _refuse_labels_of_padding(shifted, tensors.get("attention_mask"))
+        mask = tensors.get("attention_mask")
+        if mask is not None and (odd := int(((shifted != IGNORED) & (mask == 0)).sum())):
+            problem = f"{odd} tokens that attention_mask leaves out have labels; what they see is not defined: make those {IGNORED}"
+            refuse([problem], of="shard")
         whole["shift_labels"] = _padded(shifted, pad, IGNORED)
         whole["labels"] = _padded(tensors.get("labels", shifted), pad, IGNORED)
     parts = {name: of_rank(tensor) for name, tensor in whole.items()}
@@ -53,7 +57,7 @@ def cut(batch: Mapping[str, Any], *, multiple: int, of_rank: Callable[[torch.Ten
     return {name: value for name, value in batch.items() if name not in tensors} | parts
 
 
-def _problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def _problems(tensors: Mapping[str, Tensor]) -> list[str]:
     problems = [f"{name} is not known here{nearest(name, _KNOWN)}" for name in tensors if name not in _KNOWN]
     tokens = next((tensors[name] for name in TOKENS if name in tensors), None)
     if tokens is None:
@@ -68,7 +72,7 @@ def _problems(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     return problems
 
 
-def _segments(tensors: Mapping[str, torch.Tensor], rows: int, length: int, pad: int) -> torch.Tensor | None:
+def _segments(tensors: Mapping[str, Tensor], rows: int, length: int, pad: int) -> Tensor | None:
     """The segments [B, L + pad] of int32, where there is more than one: 0 is padding, documents are counted from 1."""
     mask, positions = tensors.get("attention_mask"), tensors.get("position_ids")
     if mask is not None:  # as in transformers: with a mask, positions say nothing of documents
@@ -83,18 +87,5 @@ def _segments(tensors: Mapping[str, torch.Tensor], rows: int, length: int, pad: 
     return None if bool((segments == segments[:, :1]).all()) else segments
 
 
-def _refuse_labels_of_padding(shifted: torch.Tensor, mask: torch.Tensor | None) -> None:
-    if mask is None:
-        return
-    odd = int(((shifted != IGNORED) & (mask == 0)).sum())
-    if odd:
-        refuse(
-            [
-                f"{odd} tokens that attention_mask leaves out have labels; what they see is not defined: make those {IGNORED}"
-            ],
-            of="shard",
-        )
-
-
-def _padded(tensor: torch.Tensor, pad: int, value: int) -> torch.Tensor:
+def _padded(tensor: Tensor, pad: int, value: int) -> Tensor:
     return F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, pad), value=value) if pad else tensor

@@ -6,117 +6,33 @@ A rank (i, j) of q x q is in row i and column j. A line is named by what varies 
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from patrickstar.errors import ConfigError
-from patrickstar.parallel.group import SentBytes
-
-_LOOK: Final = timedelta(seconds=1)
-Look = Callable[[float, RuntimeError | None], None]
-"""Raises a RankError where waiting is in vain, so many seconds until now: one of the ranks has failed, or torch has an error."""
-
-
-Place = tuple[int, int]
-"""A row and a column."""
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Ranks that share tensors: their group, their numbers in the whole program in order, and the place of this one.
-
-    Attributes:
-        sent: counts bytes. looks: of sessions, at the ranks; who waits calls them every second, so that nobody waits for one that has failed.
-    """
-
-    group: dist.ProcessGroup
-    ranks: tuple[int, ...]
-    index: int
-    sent: SentBytes = field(compare=False)
-    looks: list[Look] = field(compare=False)
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.ranks)
-
-    def broadcast(self, tensor: torch.Tensor, place: int) -> Callable[[], Any]:
-        """Begins to give all what the rank at a place has; gives back what waits for it."""
-        if not tensor.numel() or self.size == 1:  # an empty block is so on all ranks of the line
-            return _nothing
-        self.sent.add(tensor, self.size - 1)
-        return self._waits(dist.broadcast(tensor, src=self.ranks[place], group=self.group, async_op=True))
-
-    def reduce(self, tensor: torch.Tensor, place: int) -> Callable[[], Any]:
-        """Begins to sum a tensor over all, for the rank at a place; gives back what waits for it. Others' tensors have no meaning afterwards."""
-        if not tensor.numel() or self.size == 1:
-            return _nothing
-        self.sent.add(tensor, self.size - 1)
-        return self._waits(dist.reduce(tensor, dst=self.ranks[place], group=self.group, async_op=True))
-
-    def sum(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The sums of some tensors of one dtype over all ranks, by one call."""
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        self._all_reduce(flat, dist.ReduceOp.SUM)
-        pieces = flat.split([tensor.numel() for tensor in tensors])
-        return tuple(piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True))
-
-    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elements' maxima over all ranks, in place."""
-        self._all_reduce(tensor, dist.ReduceOp.MAX)
-        return tensor
-
-    def _all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
-        self.sent.add(tensor, 2 * (self.size - 1))
-        self._waits(dist.all_reduce(tensor, op=op, group=self.group, async_op=True))()
-
-    def _waits(self, work: Any) -> Callable[[], Any]:
-        """Gives back what waits for a work of torch."""
-        return (lambda: self._wait(work)) if self.looks else work.wait
-
-    def _wait(self, work: Any) -> None:
-        for waited in itertools.count(1):
-            if self._has_ended(work, waited):
-                return
-
-    def _has_ended(self, work: Any, waited: int) -> bool:
-        """Waits for a second more, and looks at the ranks where that is not enough."""
-        is_over = work.is_completed()  # else an error may be that of our own bound
-        try:
-            work.wait(_LOOK)
-        except RuntimeError as error:
-            for look in self.looks:
-                look(waited * _LOOK.total_seconds(), error if is_over else None)
-            return False
-        return True
+from patrickstar.parallel.group import MeshGroup, Wait
+from patrickstar.step.mesh_ranks import Place
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A square mesh as this rank sees it. `rows`: the line over which the row varies; `cols`: that over which the column does. `names`: of both."""
+    """A square mesh as this rank sees it. `rows`: the ranks over which the row varies; `cols`: those over which the column does; `members`: all."""
 
     q: int
-    rows: Line
-    cols: Line
-    names: tuple[str, ...] = ("row", "col")
-
-    @property
-    def lines(self) -> dict[str, Line]:
-        """Both lines, by the name of the mesh's dimension."""
-        return dict(zip(self.names, (self.rows, self.cols), strict=True))
+    rows: MeshGroup
+    cols: MeshGroup
+    members: tuple[int, ...] = ()
 
     @property
     def place(self) -> Place:
         """The row and column of this rank."""
-        return self.rows.index, self.cols.index
+        return self.rows.rank, self.cols.rank
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Grid:
@@ -125,18 +41,17 @@ class Grid:
             raise ConfigError(
                 f'2D parallelism takes a mesh of two dimensions of equal size, as mesh["row", "col"]; got {mesh}'
             )
-        coordinate = mesh.get_coordinate()
-        assert coordinate is not None, "this rank is not of the mesh"
-        i, j = coordinate
-        looks: list[Look] = []
-        rows, cols = (
-            Line(mesh.get_group(dim), tuple(ranks.tolist()), index, SentBytes(len(ranks)), looks)
-            for dim, ranks, index in ((0, mesh.mesh[:, j], i), (1, mesh.mesh[i], j))
-        )
-        return cls(mesh.size(0), rows, cols, mesh.mesh_dim_names or ("row", "col"))
+        rows, cols = (MeshGroup.along(mesh, dim, name=name) for dim, name in enumerate(("row", "col")))
+        return cls(mesh.size(0), rows, cols, tuple(mesh.mesh.flatten().tolist()))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Grid:
-        return self  # a copied model is of the same ranks; groups cannot be copied
+    @property
+    def everyone(self) -> MeshGroup:
+        """All ranks, to agree on something; they have no process group."""
+        return MeshGroup(f"{self.rows.name}, {self.cols.name}", self.members, self.rows.rank * self.q + self.cols.rank)
+
+    def within(self, layer: str) -> Grid:
+        """A view of these ranks, whose errors name a layer."""
+        return replace(self, rows=self.rows.within(layer), cols=self.cols.within(layer))
 
 
 class BlockTile(NamedTuple):
@@ -156,7 +71,7 @@ class BlockTile(NamedTuple):
         """Number of elements."""
         return math.prod(self.shape)
 
-    def of(self, block: torch.Tensor) -> torch.Tensor:
+    def of(self, block: Tensor) -> Tensor:
         """A view of what of a block it is."""
         return block.view(len(block), math.prod(block.shape[1:]))[self.rows, self.columns]
 
@@ -175,12 +90,12 @@ class Cut:
     cols: int | None
     parts: int = 1
 
-    def block(self, whole: torch.Tensor, grid: Grid) -> torch.Tensor:
+    def block(self, whole: Tensor, grid: Grid) -> Tensor:
         """The block of a whole tensor that is this rank's, a tensor of its own."""
         if self.rows is not None:
-            whole = piece(whole, self.rows, grid.rows.index, grid.q)
+            whole = piece(whole, self.rows, grid.rows.rank, grid.q)
         if self.cols is not None:
-            dim, j = self.cols, grid.cols.index
+            dim, j = self.cols, grid.cols.rank
             whole = torch.cat([piece(part, dim, j, grid.q) for part in whole.chunk(self.parts, dim)], dim)
         return whole.clone(memory_format=torch.contiguous_format)
 
@@ -212,15 +127,12 @@ class Cut:
         sizes = chunk_sizes(self.shape[dim] // parts, q)
         return [(place, part * size, size) for part in range(parts) for place, size in enumerate(sizes)]
 
-    def whole(self, block: torch.Tensor, grid: Grid) -> torch.Tensor:
+    def whole(self, block: Tensor, grid: Grid) -> Tensor:
         """The whole tensor of which all ranks have blocks, on each of them."""
         if self.cols is not None:
             pieces = gather(block, self.cols, grid.cols, chunk_sizes(self.shape[self.cols], grid.q))
-            if self.parts == 1:
-                block = torch.cat(pieces, self.cols)
-            else:
-                of_part = zip(*(piece.chunk(self.parts, self.cols) for piece in pieces), strict=True)
-                block = torch.cat([one for part in of_part for one in part], self.cols)
+            of_parts = zip(*(piece.chunk(self.parts, self.cols) for piece in pieces), strict=True)
+            block = torch.cat([one for part in of_parts for one in part], self.cols)
         if self.rows is not None:
             block = torch.cat(
                 gather(block, self.rows, grid.rows, chunk_sizes(self.shape[self.rows], grid.q)), self.rows
@@ -234,16 +146,16 @@ def chunk_sizes(size: int, q: int) -> list[int]:
     return [max(0, min(most, size - place * most)) for place in range(q)]
 
 
-def piece(tensor: torch.Tensor, dim: int, place: int, q: int) -> torch.Tensor:
+def piece(tensor: Tensor, dim: int, place: int, q: int) -> Tensor:
     """The block of a dimension that belongs to a place of q."""
     return tensor.split(chunk_sizes(tensor.shape[dim], q), dim)[place]
 
 
-Source = tuple[torch.Tensor, int, Line]
+Source = tuple[Tensor, int, MeshGroup]
 """A rank's own block, the dimension whose size differs along a line, and the line."""
 
 
-def panels(sizes: Sequence[int], *sources: Source) -> Iterator[list[torch.Tensor]]:
+def panels(sizes: Sequence[int], *sources: Source) -> Iterator[list[Tensor]]:
     """The blocks of the ranks along lines, place by place, one of each source; those of the next place are under way while these are used.
 
     A block is there until the one after the next is asked for: what is received lies in two buffers in turn.
@@ -255,11 +167,11 @@ def panels(sizes: Sequence[int], *sources: Source) -> Iterator[list[torch.Tensor
         for (own, *_), shape in zip(sources, shapes, strict=True)
     ]
 
-    def begin(place: int) -> list[tuple[torch.Tensor, Callable[[], Any]]]:
+    def begin(place: int) -> list[tuple[Tensor, Wait]]:
         begun = []
         for (own, _, line), shape, both in zip(sources, shapes, buffers, strict=True):
             panel = own
-            if place != line.index:
+            if place != line.rank:
                 both.reverse()
                 panel = both[0][: math.prod(shape[place])].view(shape[place])
             begun.append((panel, line.broadcast(panel, place)))
@@ -273,26 +185,22 @@ def panels(sizes: Sequence[int], *sources: Source) -> Iterator[list[torch.Tensor
         yield [panel for panel, _ in here]
 
 
-def own_sums(line: Line, partials: Iterator[list[torch.Tensor]]) -> list[torch.Tensor]:
+def own_sums(line: MeshGroup, partials: Iterator[list[Tensor]]) -> list[Tensor]:
     """Sums over a line of what its ranks compute for each place, those for this rank's. One is summed while the next is computed."""
-    own: list[torch.Tensor] = []
-    waiting: list[Callable[[], Any]] = []
+    own: list[Tensor] = []
+    waiting: list[Wait] = []
     for place, partial in enumerate(partials):
         begun = [line.reduce(each, place) for each in partial]
         for wait in waiting:
             wait()
         waiting = begun
-        if place == line.index:
+        if place == line.rank:
             own = partial
     for wait in waiting:
         wait()
     return own
 
 
-def gather(own: torch.Tensor, dim: int, line: Line, sizes: Sequence[int]) -> list[torch.Tensor]:
+def gather(own: Tensor, dim: int, line: MeshGroup, sizes: Sequence[int]) -> list[Tensor]:
     """The blocks of all ranks along a line, which differ in one dimension."""
     return [panel.clone() for (panel,) in panels(sizes, (own, dim, line))]
-
-
-def _nothing() -> None:
-    return None

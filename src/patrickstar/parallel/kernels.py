@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 _ops = torch.ops.aten
 
@@ -20,9 +21,17 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as `F.linear` takes them: of autocast's type where that is on."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+
+
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None, is_causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """The output and log-sum-exp of a block. A row that sees nothing has output 0 and log-sum-exp -inf."""
     match _kernel(q, v, mask):
         case "cpu":
@@ -50,17 +59,17 @@ def attend(
 
 
 def attend_backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     *,
-    mask: torch.Tensor | None,
+    mask: Tensor | None,
     is_causal: bool,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The block's part of the gradients of q, k and v, from output and log-sum-exp over all keys."""
     heads = k.shape[1]
     match _kernel(q, v, mask):
@@ -96,7 +105,7 @@ def attend_backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _kernel(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
+def _kernel(q: Tensor, v: Tensor, mask: Tensor | None) -> str:
     if q.shape[-1] != v.shape[-1]:
         return "plain"
     if q.device.type == "cpu":
@@ -107,11 +116,11 @@ def _kernel(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> str:
     return "flash" if is_short and mask is None else "efficient"
 
 
-def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if mask is None else torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
 
 
-def _expanded(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+def _expanded(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """A bias for each head, whose rows begin where the kernel can read sixteen bytes."""
     if mask is None:
         return None
@@ -121,7 +130,7 @@ def _expanded(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> to
     return bias[..., : k.shape[2]].expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float) -> torch.Tensor:
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
     dtype = sum_dtype(q.dtype)
     scores = grouped(grouped(q.to(dtype), k.shape[1]) @ k.to(dtype).mT * scale, q.shape[1])
     if is_causal:
@@ -129,14 +138,14 @@ def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, is_caus
     return scores if mask is None else scores.masked_fill(~mask, -math.inf)
 
 
-def grouped(rows: torch.Tensor, heads: int) -> torch.Tensor:
+def grouped(rows: Tensor, heads: int) -> Tensor:
     """Rows of heads [B, Z, n, x] as [B, heads, Z/heads * n, x]: those of query heads beside the key head that they share, and back."""
     return rows.reshape(rows.shape[0], heads, -1, rows.shape[-1])
 
 
-def _repeated(rows: torch.Tensor, heads: int) -> torch.Tensor:
+def _repeated(rows: Tensor, heads: int) -> Tensor:
     return rows.repeat_interleave(heads // rows.shape[1], 1)
 
 
-def _summed(rows: torch.Tensor, heads: int) -> torch.Tensor:
+def _summed(rows: Tensor, heads: int) -> Tensor:
     return rows.unflatten(1, (heads, -1)).sum(2)

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from patrickstar.parallel.grid import Cut, Grid, Line, chunk_sizes, own_sums, panels
+from patrickstar.parallel.grid import Cut, Grid, chunk_sizes, own_sums, panels
+from patrickstar.parallel.group import MeshGroup
+from patrickstar.parallel.kernels import autocast
 from patrickstar.parallel.summa import BlockProduct, Steps, SummedProduct
 
 TakeBlock = Callable[[nn.Parameter, Cut], nn.Parameter]
@@ -62,7 +64,7 @@ class LinearBlock(BlockLayer):
         self.steps = Steps.over(grid, n_in, turned=self.turned)
         self.take(module, take, weight=weight, bias=Cut((n_out,), None, 0, parts))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         y = linear([self], x)[0] if self.shares is None else self.shares.output(self, x)
         return y if self.bias is None else y + Replicated.apply(self.grid.rows, self.bias)
 
@@ -78,10 +80,10 @@ class SharedInput:
         for layer in layers:
             layer.shares = self
 
-        self._input: torch.Tensor | None = None
-        self._outputs: dict[LinearBlock, torch.Tensor] = {}
+        self._input: Tensor | None = None
+        self._outputs: dict[LinearBlock, Tensor] = {}
 
-    def output(self, layer: LinearBlock, x: torch.Tensor) -> torch.Tensor:
+    def output(self, layer: LinearBlock, x: Tensor) -> Tensor:
         """The output of one of them."""
         if x is not self._input or layer not in self._outputs:
             self._input, self._outputs = x, dict(zip(self.layers, linear(self.layers, x), strict=True))
@@ -91,7 +93,7 @@ class SharedInput:
         return y
 
 
-def linear(layers: Sequence[LinearBlock], x: torch.Tensor) -> list[torch.Tensor]:
+def linear(layers: Sequence[LinearBlock], x: Tensor) -> list[Tensor]:
     """Products of x with the weights of some layers, without biases."""
     # A view of each: autograd saves what a session knows, also of layers that are not the one that is called.
     x, *weights = autocast(x, *(layer.weight.view_as(layer.weight) for layer in layers))
@@ -113,7 +115,7 @@ class NormBlock(BlockLayer):
         cut = Cut((self.size,), None, 0)
         self.take(module, take, weight=cut, bias=cut)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         return _Norm.apply(self.grid, (self.size, eps, self.centred), x, self.weight, self.bias)
 
@@ -131,7 +133,7 @@ def norm_eps(module: Any) -> float | None:
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grid: Grid, options: tuple[int, float, bool], *tensors: Any) -> torch.Tensor:
+    def forward(ctx: Any, grid: Grid, options: tuple[int, float, bool], *tensors: Any) -> Tensor:
         (size, eps, centred), (x, weight, bias) = options, tensors
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if centred:
@@ -152,7 +154,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+    def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, bias, mean, scale = ctx.saved_tensors
         grid, size = ctx.grid, ctx.size
         y, dy = (x.to(scale.dtype) - (0 if mean is None else mean)) * scale, dy.to(scale.dtype)
@@ -176,13 +178,13 @@ class EmbeddingBlock(BlockLayer):
         self.padding_idx = module.padding_idx
         self.take(module, take, weight=Cut(tuple(module.weight.shape), 0, 1))
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         return _Lookup.apply(self, ids, self.weight)
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layer: EmbeddingBlock, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, layer: EmbeddingBlock, ids: Tensor, table: Tensor) -> Tensor:
         ctx.layer = layer
         ctx.save_for_backward(ids)
         line, sizes, place = layer.grid.rows, layer.sizes, place_of(ids, layer.sizes)
@@ -195,12 +197,12 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+    def backward(ctx: Any, dout: Tensor) -> Any:
         (ids,), sizes, padding = ctx.saved_tensors, ctx.layer.sizes, ctx.layer.padding_idx
         place = place_of(ids, sizes)
         place = place if padding is None else torch.where(ids == padding, -1, place)
 
-        def partials() -> Iterator[list[torch.Tensor]]:
+        def partials() -> Iterator[list[Tensor]]:
             for number, size in enumerate(sizes):
                 # One row more, for ids of others, which is left out as that of a padding id is.
                 rows = torch.where(place == number, ids - number * sizes[0], size)
@@ -209,7 +211,7 @@ class _Lookup(torch.autograd.Function):
         return None, None, own_sums(ctx.layer.grid.rows, partials())[0]
 
 
-def place_of(ids: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+def place_of(ids: Tensor, sizes: Sequence[int]) -> Tensor:
     """The block that has each id. One that is out of range is in the first or the last, where torch refuses it."""
     return (ids // sizes[0]).clamp(0, len(sizes) - 1)
 
@@ -222,7 +224,7 @@ class PositionsBlock(BlockLayer):
         self.padding_idx = module.padding_idx
         self.take(module, take, weight=Cut(tuple(module.weight.shape), None, 1))
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, Replicated.apply(self.grid.rows, self.weight), self.padding_idx)
 
 
@@ -234,7 +236,7 @@ class TiedHeadBlock(BlockLayer):
         self.steps = Steps.over(grid, module.out_features)
         self.take(module, take, weight=Cut(tuple(module.weight.shape), 0, 1), bias=Cut((module.out_features,), None, 0))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x, weight = autocast(x, self.weight)
         y = SummedProduct.apply(self.steps, x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
         return y if self.bias is None else y + Replicated.apply(self.grid.rows, self.bias)
@@ -244,19 +246,11 @@ class Replicated(torch.autograd.Function):
     """A parameter that all ranks of a line have alike: its gradient is the sum of theirs."""
 
     @staticmethod
-    def forward(ctx: Any, line: Line, vector: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, line: MeshGroup, vector: Tensor) -> Tensor:
         ctx.line = line
         return vector.view_as(vector)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return None, *ctx.line.sum(gradient)
-
-
-def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors as `F.linear` takes them: of autocast's type where that is on."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 Name = Literal["zigzag", "contiguous"]
 ALL = slice(None)
@@ -36,7 +37,7 @@ class TokenLayout:
         """Number by which lengths are divisible."""
         return self.size if self.name == "contiguous" or self.size == 1 else 2 * self.size
 
-    def positions(self, rank: int, length: int) -> torch.Tensor:
+    def positions(self, rank: int, length: int) -> Tensor:
         """The positions [L/N] of a sequence that a rank has, in its order."""
         if self.name == "contiguous":
             return torch.arange(length).view(self.size, -1)[rank]

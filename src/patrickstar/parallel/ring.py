@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from patrickstar.parallel.group import MeshGroup, Shift
 from patrickstar.parallel.kernels import attend, attend_backward, sum_dtype
 from patrickstar.parallel.layouts import SeenBlock, TokenLayout
-
-_OF_GRADIENTS = 8  # a tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +30,7 @@ class Ring:
     is_causal: bool
     scale: float
 
-    def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor | None
-    ) -> torch.Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Tensor | None) -> Tensor:
         """The output for this rank's queries."""
         if query.stride(-1) != 1:  # which the kernel for CPUs takes for granted
             query = query.contiguous()
@@ -46,14 +43,7 @@ class Ring:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        segments: torch.Tensor | None,
-        ring: Ring,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, ring: Ring) -> Tensor:
         out = lse = q.new_empty(0)
         for source, (pair, *ids) in travel(ring.group, [packed(k, v), *_present(segments)]):
             block = ring.block(source, q.shape[2])
@@ -79,14 +69,14 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, segments = ctx.saved_tensors
         ring: Ring = ctx.ring
         dtype = sum_dtype(q.dtype)
         dq = torch.zeros_like(q, dtype=dtype)
         home = q.new_empty(0)
         moving: Shift | None = None
-        spare: torch.Tensor | None = None
+        spare: Tensor | None = None
         for source, (pair, *ids) in travel(ring.group, [packed(k, v), *_present(segments)]):
             keys, values = unpacked(pair, k, v)
             block = ring.block(source, q.shape[2])
@@ -115,16 +105,14 @@ class _RingAttention(torch.autograd.Function):
             if source == ring.group.rank:
                 home = sums
             else:
-                moving = ring.group.shift(
-                    [sums], [torch.empty_like(sums) if spare is None else spare], tag=_OF_GRADIENTS
-                )
+                moving = ring.group.shift([sums], [torch.empty_like(sums) if spare is None else spare])
         if moving is not None:
             home += moving.wait()[0]
         dk, dv = unpacked(home.to(k.dtype), k, v)
         return dq.to(q.dtype), dk, dv, None, None
 
 
-def travel(group: MeshGroup, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+def travel(group: MeshGroup, tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
     """Ranks and their contiguous tensors, from this one on backwards. The next are under way while some are looked at; all are written over."""
     here, spare = list(tensors), [torch.empty_like(tensor) for tensor in tensors] if group.size > 1 else []
     for step in range(group.size):
@@ -134,29 +122,29 @@ def travel(group: MeshGroup, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[
             here, spare = moving.wait(), here
 
 
-def merge(out: torch.Tensor, lse: torch.Tensor, of_block: torch.Tensor, of_scores: torch.Tensor) -> None:
+def merge(out: Tensor, lse: Tensor, of_block: Tensor, of_scores: Tensor) -> None:
     """Adds the attention to a block's keys to that of others, in place."""
     total = torch.logaddexp(lse, of_scores)
     out.mul_((lse - total).exp().unsqueeze(-1)).add_(of_block * (of_scores - total).exp().unsqueeze(-1))
     lse.copy_(total)
 
 
-def packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def packed(k: Tensor, v: Tensor) -> Tensor:
     """Keys and values in one buffer."""
     return torch.cat([k.reshape(-1), v.reshape(-1)])
 
 
-def unpacked(pair: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def unpacked(pair: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Views of such a buffer, in the shapes of this rank's own."""
     return pair[: k.numel()].view(k.shape), pair[k.numel() :].view(v.shape)
 
 
-def mask_of(block: SeenBlock, segments: torch.Tensor | None, ids: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def mask_of(block: SeenBlock, segments: Tensor | None, ids: Sequence[Tensor]) -> Tensor | None:
     """The pairs [B, 1, n, m] of a block whose tokens are of one segment; `ids`: those of the keys, where there are any."""
     if segments is None:
         return None
     return (segments[:, block.queries, None] == ids[0][:, None, block.keys]).unsqueeze(1)
 
 
-def _present(segments: torch.Tensor | None) -> list[torch.Tensor]:
+def _present(segments: Tensor | None) -> list[Tensor]:
     return [] if segments is None else [segments.clone()]

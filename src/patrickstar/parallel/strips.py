@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from patrickstar.parallel.group import MeshGroup
 from patrickstar.parallel.kernels import grouped, sum_dtype
@@ -29,22 +30,25 @@ class Strips:
     dropout: float = 0.0
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        segments: torch.Tensor | None,
-        mask: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, segments: Tensor | None, mask: Tensor | None
+    ) -> Tensor:
         """The output for this rank's queries. `mask`: [.., c, L], true where a query sees a key, or added to the scores."""
         return _StripAttention.apply(query, key, value, segments, mask, self)
 
-    def blocks(self, *tensors: torch.Tensor) -> Iterator[tuple[int, slice, list[torch.Tensor]]]:
+    def blocks(self, *tensors: Tensor) -> Iterator[tuple[int, slice, list[Tensor]]]:
         """Each rank, the columns of the strip that are its tokens', and its tensors."""
         for source, theirs in travel(
             self.group, [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
         ):
             yield source, self.columns(source, tensors[0].shape[2]), theirs
+
+    def own_sums(self, pairs: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+        """Gradients of this rank's tokens, from those of all ranks' rows. `pairs`: a strip [B, Z, c, L]. `rows`: of it, by key head."""
+        sums = torch.empty((self.group.size, *like.shape), dtype=rows.dtype, device=like.device)
+        for source, of_rank in enumerate(sums):
+            part = pairs[..., self.columns(source, like.shape[2])].to(rows.dtype)
+            torch.matmul(grouped(part, like.shape[1]).mT, rows, out=of_rank)
+        return self.group.scatter_sum(sums).to(like.dtype)
 
     @staticmethod
     def columns(source: int, local: int) -> slice:
@@ -55,14 +59,8 @@ class Strips:
 class _StripAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        segments: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        strips: Strips,
-    ) -> torch.Tensor:
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, mask: Tensor | None, strips: Strips
+    ) -> Tensor:
         dtype, local = sum_dtype(q.dtype), q.shape[2]
         scores = q.new_empty((*q.shape[:3], local * strips.group.size), dtype=dtype)
         rows = grouped(q.to(dtype), k.shape[1])
@@ -90,16 +88,14 @@ class _StripAttention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, weights, kept = ctx.saved_tensors
         strips: Strips = ctx.strips
-        dtype, local = sum_dtype(q.dtype), q.shape[2]
+        dtype = sum_dtype(q.dtype)
         rows, grad = grouped(q.to(dtype), k.shape[1]), grouped(grad_out.to(dtype), k.shape[1])
         dropped = _dropped(weights, kept, strips)
 
-        dv = torch.empty((strips.group.size, *v.shape), dtype=dtype, device=v.device)
-        for source in range(strips.group.size):
-            dv[source] = grouped(dropped[..., strips.columns(source, local)].to(dtype), k.shape[1]).mT @ grad
+        dv = strips.own_sums(dropped, grad, v)
         of_weights = torch.empty_like(weights, dtype=dtype)
         for _, columns, (values,) in strips.blocks(v):
             of_weights[..., columns] = grouped(grad @ values.to(dtype).mT, q.shape[1])
@@ -108,15 +104,12 @@ class _StripAttention(torch.autograd.Function):
         of_bias = None if ctx.bias is None else of_scores.sum_to_size(ctx.bias[0]).to(ctx.bias[1])
 
         of_scores = of_scores * strips.scale
-        dk = torch.empty((strips.group.size, *k.shape), dtype=dtype, device=k.device)
-        for source in range(strips.group.size):
-            dk[source] = grouped(of_scores[..., strips.columns(source, local)], k.shape[1]).mT @ rows
+        dk = strips.own_sums(of_scores, rows, k)
         dq = torch.zeros_like(q, dtype=dtype)
         for _, columns, (keys,) in strips.blocks(k):
             dq += grouped(grouped(of_scores[..., columns], k.shape[1]) @ keys.to(dtype), q.shape[1])
-        of_keys, of_values = (strips.group.scatter_sum(each) for each in (dk, dv))
-        return dq.to(q.dtype), of_keys.to(k.dtype), of_values.to(v.dtype), None, of_bias, None
+        return dq.to(q.dtype), dk, dv, None, of_bias, None
 
 
-def _dropped(weights: torch.Tensor, kept: torch.Tensor | None, strips: Strips) -> torch.Tensor:
+def _dropped(weights: Tensor, kept: Tensor | None, strips: Strips) -> Tensor:
     return weights if kept is None else weights * kept / (1 - strips.dropout)

@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from patrickstar.errors import ConfigError
 from patrickstar.parallel.grid import Grid, chunk_sizes, own_sums, panels
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Steps:
         return cls(grid, tuple(chunk_sizes(size, grid.q)), turned)
 
 
-def summa_ab(a: torch.Tensor, b: torch.Tensor, mesh: DeviceMesh, size: int | None = None) -> torch.Tensor:
+def summa_ab(a: Tensor, b: Tensor, mesh: DeviceMesh, size: int | None = None) -> Tensor:
     """The block of A B on this rank.
 
     Args:
@@ -56,14 +57,14 @@ def summa_ab(a: torch.Tensor, b: torch.Tensor, mesh: DeviceMesh, size: int | Non
     return BlockProduct.apply(steps, False, a, b)[0]
 
 
-def summa_abt(a: torch.Tensor, b: torch.Tensor, mesh: DeviceMesh, size: int | None = None) -> torch.Tensor:
+def summa_abt(a: Tensor, b: Tensor, mesh: DeviceMesh, size: int | None = None) -> Tensor:
     """The block [m, k] of A B^T on this rank, from blocks a [m, n] and b [k, n]: as `summa_ab`; `size`: of the rows of B."""
     grid = Grid.of(mesh)
     steps = _checked(grid, b.shape[0] * grid.q if size is None else size, a, b, (None, b.shape[0]))
     return SummedProduct.apply(steps, a, b)
 
 
-def summa_atb(a: torch.Tensor, b: torch.Tensor, mesh: DeviceMesh, size: int | None = None) -> torch.Tensor:
+def summa_atb(a: Tensor, b: Tensor, mesh: DeviceMesh, size: int | None = None) -> Tensor:
     """The block [k, n] of A^T B on this rank, from blocks a [m, k] and b [m, n]: as `summa_ab`; `size`: of the columns of A."""
     grid = Grid.of(mesh)
     steps = _checked(grid, a.shape[1] * grid.q if size is None else size, a, b, (a.shape[1], None))
@@ -74,13 +75,13 @@ class BlockProduct(torch.autograd.Function):
     """A B for some B, or A^T B where `transposed`: of a [m, k] and each b [k, n] (or turned), [m, n]; or of each b [m, n], [k, n] (or turned)."""
 
     @staticmethod
-    def forward(ctx: Any, steps: Steps, transposed: bool, a: torch.Tensor, *bs: torch.Tensor) -> Tensors:
+    def forward(ctx: Any, steps: Steps, transposed: bool, a: Tensor, *bs: Tensor) -> Tensors:
         ctx.steps, ctx.transposed = steps, transposed
         ctx.save_for_backward(a, *bs)
         return (_atb if transposed else _ab)(steps, a, bs)
 
     @staticmethod
-    def backward(ctx: Any, *dcs: torch.Tensor) -> Any:
+    def backward(ctx: Any, *dcs: Tensor) -> Any:
         (a, *bs), (_, _, of_a, *of_bs) = ctx.saved_tensors, ctx.needs_input_grad
         both = (*bs, *dcs) if ctx.transposed else (*dcs, *bs)
         da = SummedProduct.apply(ctx.steps, *both) if of_a else None
@@ -96,19 +97,19 @@ class SummedProduct(torch.autograd.Function):
     """The sum of A B^T over as many a [m, n] as b [k, n] (or turned): [m, k]. Several are what one A of several A B needs."""
 
     @staticmethod
-    def forward(ctx: Any, steps: Steps, *both: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, steps: Steps, *both: Tensor) -> Tensor:
         ctx.steps = steps
         ctx.save_for_backward(*both)
         return _abt(steps, *_halves(both))
 
     @staticmethod
-    def backward(ctx: Any, *dcs: torch.Tensor) -> Any:
+    def backward(ctx: Any, *dcs: Tensor) -> Any:
         (as_, bs), (of_as, of_bs) = _halves(ctx.saved_tensors), _halves(ctx.needs_input_grad[1:])
         das = _for(of_as, bs, lambda some: BlockProduct.apply(ctx.steps, False, *dcs, *some))
         return None, *das, *_for(of_bs, as_, lambda some: BlockProduct.apply(ctx.steps, True, *dcs, *some))
 
 
-def _ab(steps: Steps, a: torch.Tensor, bs: Sequence[torch.Tensor]) -> Tensors:
+def _ab(steps: Steps, a: Tensor, bs: Sequence[Tensor]) -> Tensors:
     n = 0 if steps.turned else 1
     cs = tuple(a.new_empty(a.shape[0], b.shape[n]) for b in bs)
     from_others = ((b, 1 - n, steps.grid.rows) for b in bs)
@@ -118,10 +119,10 @@ def _ab(steps: Steps, a: torch.Tensor, bs: Sequence[torch.Tensor]) -> Tensors:
     return cs
 
 
-def _abt(steps: Steps, as_: Sequence[torch.Tensor], bs: Sequence[torch.Tensor]) -> torch.Tensor:
+def _abt(steps: Steps, as_: Sequence[Tensor], bs: Sequence[Tensor]) -> Tensor:
     k = 1 if steps.turned else 0
 
-    def partials() -> Iterator[list[torch.Tensor]]:
+    def partials() -> Iterator[list[Tensor]]:
         for of_bs in panels(steps.sizes, *((b, k, steps.grid.rows) for b in bs)):
             c = as_[0].new_empty(as_[0].shape[0], of_bs[0].shape[k])
             for number, (a, b) in enumerate(zip(as_, of_bs, strict=True)):
@@ -131,15 +132,15 @@ def _abt(steps: Steps, as_: Sequence[torch.Tensor], bs: Sequence[torch.Tensor]) 
     return own_sums(steps.grid.cols, partials())[0]
 
 
-def _atb(steps: Steps, a: torch.Tensor, bs: Sequence[torch.Tensor]) -> Tensors:
-    def partials() -> Iterator[list[torch.Tensor]]:
+def _atb(steps: Steps, a: Tensor, bs: Sequence[Tensor]) -> Tensors:
+    def partials() -> Iterator[list[Tensor]]:
         for (panel,) in panels(steps.sizes, (a, 1, steps.grid.cols)):
             yield [b.t() @ panel if steps.turned else panel.t() @ b for b in bs]
 
     return tuple(own_sums(steps.grid.rows, partials()))
 
 
-def _for(wanted: Sequence[bool], given: Sequence[torch.Tensor], act: Callable[[Tensors], Tensors]) -> list[Any]:
+def _for(wanted: Sequence[bool], given: Sequence[Tensor], act: Callable[[Tensors], Tensors]) -> list[Any]:
     """The results of `act` for those that are wanted, and None for others."""
     chosen = tuple(each for each, is_wanted in zip(given, wanted, strict=True) if is_wanted)
     results = iter(act(chosen) if chosen else ())
@@ -150,13 +151,13 @@ def _halves(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     return items[: len(items) // 2], items[len(items) // 2 :]
 
 
-def _checked(grid: Grid, size: int, a: torch.Tensor, b: torch.Tensor, found: tuple[int | None, int | None]) -> Steps:
+def _checked(grid: Grid, size: int, a: Tensor, b: Tensor, found: tuple[int | None, int | None]) -> Steps:
     """The steps over a dimension, once blocks are seen to be of it. `found`: their sizes in it, of what is cut by columns and by rows."""
     steps = Steps.over(grid, size)
-    expected = (steps.sizes[grid.cols.index], steps.sizes[grid.rows.index])
+    expected = (steps.sizes[grid.cols.rank], steps.sizes[grid.rows.rank])
     if a.dim() != 2 or b.dim() != 2 or any(f not in {None, e} for f, e in zip(found, expected, strict=True)):
         raise ConfigError(
-            f"blocks {list(a.shape)} and {list(b.shape)} at row {grid.rows.index}, column {grid.cols.index} of {grid.q} x {grid.q}: "
+            f"blocks {list(a.shape)} and {list(b.shape)} at row {grid.rows.rank}, column {grid.cols.rank} of {grid.q} x {grid.q}: "
             f"a dimension of {size} has {expected[0]} in that column and {expected[1]} in that row; give its size with size= where "
             f"{grid.q} does not divide it"
         )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from patrickstar.parallel.group import MeshGroup
 from patrickstar.parallel.layouts import TokenLayout
@@ -27,43 +28,30 @@ class SwappedHeads:
     scale: float
     dropout: float = 0.0
 
-    def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor | None
-    ) -> torch.Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Tensor | None) -> Tensor:
         """The output for this rank's tokens."""
         copies = max(1, self.group.size // key.shape[1])
-        q, k, v = (
-            _Swap.apply(each, self.group, True)
-            for each in (query, key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1))
-        )
+        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+        q, k, v = (_Swap.apply(each, self.group, True) for each in (query, key, value))
         if segments is not None:
             segments = self.group.gather(segments).movedim(0, 1).flatten(1)
         return _Swap.apply(self.whole(q, k, v, segments), self.group, False)
 
     def whole(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        segments: torch.Tensor | None,
-        mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, segments: Tensor | None, mask: Tensor | None = None
+    ) -> Tensor:
         """The output of attention to all tokens, which this rank has."""
         if segments is not None and mask is None and not self.dropout:  # a ring of one keeps no mask for backward
-            alone = MeshGroup(None)
-            return Ring(alone, TokenLayout("contiguous", 1), self.is_causal, self.scale)(query, key, value, segments)
+            alone = Ring(MeshGroup(), TokenLayout("contiguous", 1), self.is_causal, self.scale)
+            return alone(query, key, value, segments)
         if segments is not None or (self.is_causal and mask is not None):
             seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
             if segments is not None:
                 seen = (segments[:, :, None] == segments[:, None, :]).unsqueeze(1)
             seen = seen.tril() if self.is_causal else seen
-            mask = (
-                seen
-                if mask is None
-                else mask & seen
-                if mask.dtype == torch.bool
-                else mask.masked_fill(~seen, -math.inf)
-            )
+            if mask is not None:
+                seen = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
+            mask = seen
         return F.scaled_dot_product_attention(
             *(query, key, value, mask, self.dropout, self.is_causal and mask is None),
             scale=self.scale,
@@ -75,7 +63,7 @@ class _Swap(torch.autograd.Function):
     """Brings what ranks have as [B, Z, c, A] to [B, Z/N, L, A], or back."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: MeshGroup, to_heads: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, group: MeshGroup, to_heads: bool) -> Tensor:
         ctx.group, ctx.to_heads = group, to_heads
         if to_heads:
             pieces = group.exchange(x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous())
@@ -84,5 +72,5 @@ class _Swap(torch.autograd.Function):
         return pieces.movedim(0, 1).flatten(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return _Swap.apply(grad, ctx.group, not ctx.to_heads), None, None

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import torch
-import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from patrickstar.deferred.deferred_init import deferred_by
 from patrickstar.errors import ConfigError, StateError
 from patrickstar.hooks import watch_root
-from patrickstar.parallel.cross_entropy_2d import CausalLoss, cross_entropy_of_blocks
-from patrickstar.parallel.grid import Cut, Grid, Line, gather, piece
-from patrickstar.parallel.layers_2d import (
-    BlockLayer,
-    LinearBlock,
-    SharedInput,
-    TakeBlock,
-    TiedHeadBlock,
-)
+from patrickstar.parallel.cross_entropy_2d import cross_entropy_of_blocks
+from patrickstar.parallel.grid import Cut, Grid, gather, piece
+from patrickstar.parallel.group import MeshGroup
+from patrickstar.parallel.layers_2d import BlockLayer, LinearBlock, SharedInput, TakeBlock, TiedHeadBlock
 from patrickstar.parallel.plans_2d import KINDS, Placed, Plan, placed
 from patrickstar.parallel.random_streams import RandomStreams
+from patrickstar.parallel.token_losses import CausalLoss, mean_alone
 from patrickstar.parameters.transforms import is_compiled
 
 _Model = TypeVar("_Model", bound=nn.Module)
+_SEEN: Final = 1024
 
 
 class Tensor2D:
@@ -53,7 +51,7 @@ class Tensor2D:
         return self.grid.q
 
     def parallelize(self, model: _Model, plan: Plan | None = None) -> _Model:
-        """Turns a model's parameters into this rank's blocks, in place, and gives it back. No rank waits for another.
+        """Turns a model's parameters into this rank's blocks, in place, and gives it back. All ranks do it.
 
         Parameters keep their names, and are ordinary ones. They may have been built under `deferred_init`; then one at a time is made whole.
 
@@ -63,7 +61,7 @@ class Tensor2D:
                 by its `config.model_type`: Llama and GPT-2. A module's code must take the number of heads from what it is given.
         Raises:
             ConfigError: a model without a plan, a plan that does not fit, or sizes that do not divide by q, with the numbers.
-            StateError: a model that is parallelized already.
+            StateError: a model that is parallelized already. RankError: other ranks have other values, as of another seed; on all ranks.
         """
         if grid_of(model) is not None:
             raise StateError(f"{type(model).__name__} is parallelized already: its parameters are blocks")
@@ -79,8 +77,9 @@ class Tensor2D:
         device = next(model.parameters()).device
         _replace(model, found, self.grid)
         if hasattr(type(model), "loss_function") and vocabulary:  # a property, which warns when it is asked
-            setattr(model, "loss_function", CausalLoss(self.grid, vocabulary[0]))  # noqa: B010
-        place = self.grid.rows.index * self.size + self.grid.cols.index
+            mean = partial(cross_entropy_of_blocks, self.grid, vocabulary[0])
+            setattr(model, "loss_function", CausalLoss(mean, shifts=True))  # noqa: B010
+        place = self.grid.rows.rank * self.size + self.grid.cols.rank
         watch_root(model, RandomStreams(place, device), in_copies=True)
         return model
 
@@ -93,16 +92,16 @@ class Tensor2D:
         Raises:
             ConfigError: fewer rows than q.
         """
-        if isinstance(batch, torch.Tensor):
+        if isinstance(batch, Tensor):
             return self._rows(batch)
-        tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim()}
+        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
         n_rows = max((value.shape[0] for value in tensors.values()), default=0)
         sharded = {name: self._rows(value) for name, value in tensors.items() if value.shape[0] == n_rows}
         if "inputs_embeds" in sharded:
-            sharded["inputs_embeds"] = piece(sharded["inputs_embeds"], -1, self.grid.cols.index, self.size)
+            sharded["inputs_embeds"] = piece(sharded["inputs_embeds"], -1, self.grid.cols.rank, self.size)
         return {**batch, **sharded}
 
-    def unshard(self, tensor: torch.Tensor) -> torch.Tensor:
+    def unshard(self, tensor: Tensor) -> Tensor:
         """The whole of which all ranks have blocks: the first dimension by row, the last, if there is another, by column. Without a gradient."""
         tensor = tensor.detach()
         if self.size == 1:
@@ -112,8 +111,8 @@ class Tensor2D:
         return self._gathered(tensor, 0, self.grid.rows)
 
     def cross_entropy(
-        self, logits: torch.Tensor, labels: torch.Tensor, vocab_size: int | None = None, *, ignore_index: int = -100
-    ) -> torch.Tensor:
+        self, logits: Tensor, labels: Tensor, vocab_size: int | None = None, *, ignore_index: int = -100
+    ) -> Tensor:
         """The mean cross-entropy of the whole batch, the same on all ranks; 0 where no label is valid. Its gradient is this rank's share.
 
         Args:
@@ -121,50 +120,49 @@ class Tensor2D:
             vocab_size: of the whole, where q does not divide it.
         """
         if self.size == 1:
-            total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index, reduction="sum")
-            return total / (labels != ignore_index).sum().clamp(min=1)
+            return mean_alone(logits, labels, ignore_index)
         size = logits.shape[-1] * self.size if vocab_size is None else vocab_size
-        return cross_entropy_of_blocks(self.grid, logits, labels, size, ignore_index=ignore_index)
+        return cross_entropy_of_blocks(self.grid, size, logits, labels, ignore_index)
 
-    def state_dict(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    def state_dict(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Names and whole tensors of what `model.state_dict()` has, in the model's own layout, one at a time. All ranks ask for all of them."""
-        cuts = cuts_of(model)
-        for name, tensor in model.state_dict().items():
-            yield name, cuts[name].whole(tensor, self.grid) if name in cuts else tensor
+        return self._whole(model, model.state_dict().items())
 
-    def gradients(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    def gradients(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Names and whole gradients of the parameters that have one, one at a time. All ranks ask for all of them."""
-        cuts = cuts_of(model)
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                yield name, cuts[name].whole(parameter.grad, self.grid) if name in cuts else parameter.grad
+        return self._whole(model, ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None))
 
-    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _whole(self, model: nn.Module, blocks: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        cuts = cuts_of(model)
+        for name, block in blocks:
+            yield name, cuts[name].whole(block, self.grid) if name in cuts else block
+
+    def _rows(self, tensor: Tensor) -> Tensor:
         if tensor.shape[0] < self.size:
             raise ConfigError(
                 f"a batch of {tensor.shape[0]} over {self.size} rows of ranks: each row of the mesh takes one at least"
             )
-        return tensor.tensor_split(self.size)[
-            self.grid.rows.index
-        ]  # as even as can be: a row without any would have nothing to do
+        # As even as can be: a row without any would have nothing to do.
+        return tensor.tensor_split(self.size)[self.grid.rows.rank]
 
-    def _gathered(self, tensor: torch.Tensor, dim: int, line: Line) -> torch.Tensor:
+    def _gathered(self, tensor: Tensor, dim: int, line: MeshGroup) -> Tensor:
         own = torch.zeros(self.size, dtype=torch.int64, device=tensor.device)
-        own[line.index] = tensor.shape[dim]
+        own[line.rank] = tensor.shape[dim]
         return torch.cat(gather(tensor, dim, line, line.sum(own)[0].tolist()), dim)
 
 
 def _replace(model: nn.Module, found: Sequence[Placed], grid: Grid) -> None:
     tables = {id(one.module.weight) for one in found if one.kind == "embedding"}
     together: dict[str, list[LinearBlock]] = {}
-    take = _take_blocks(grid)
+    seen = hashlib.sha256()
+    take = _take_blocks(grid, seen)
     for one in found:
         owner, _, name = one.name.rpartition(".")
         parent: Any = model.get_submodule(owner)
         if isinstance(getattr(parent, name), BlockLayer):
             continue  # the owner has several names
         is_tied = one.kind == "head" and id(one.module.weight) in tables
-        layer = (TiedHeadBlock if is_tied else KINDS[one.kind][0])(grid, one.module, take)
+        layer = (TiedHeadBlock if is_tied else KINDS[one.kind][0])(grid.within(one.name), one.module, take)
         setattr(parent, name, layer)
         if one.kind == "linear_qkv" and hasattr(parent, "split_size"):  # GPT-2: where queries end and keys begin
             parent.split_size //= grid.q
@@ -172,16 +170,24 @@ def _replace(model: nn.Module, found: Sequence[Placed], grid: Grid) -> None:
             together.setdefault(one.together, []).append(layer)
     for layers in together.values():
         SharedInput(layers)
+    grid.everyone.agree(
+        "the values that blocks are cut from",
+        f"digest {seen.hexdigest()[:8]}",
+        advice="Call torch.manual_seed(0) before the model is built, on all of them",
+    )
 
 
-def _take_blocks(grid: Grid) -> TakeBlock:
-    """Makes blocks of parameters, one of each, however many modules have it."""
+def _take_blocks(grid: Grid, seen: hashlib._Hash) -> TakeBlock:
+    """Makes blocks of parameters, one of each, however many modules have it. `seen`: is told of some elements of all of them."""
     made: dict[nn.Parameter, tuple[nn.Parameter, Cut]] = {}
 
     def take(parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
         if parameter not in made:
             recorder = deferred_by(parameter)
             whole = parameter.detach() if recorder is None else recorder.value(parameter)
+            if not whole.is_meta:
+                some = whole.flatten()[:: max(1, whole.numel() // _SEEN)]
+                seen.update(some.cpu().contiguous().view(torch.uint8).numpy().data)
             made[parameter] = nn.Parameter(cut.block(whole, grid), requires_grad=parameter.requires_grad), cut
         block, as_cut = made[parameter]
         if as_cut != cut:

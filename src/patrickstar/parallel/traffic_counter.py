@@ -13,12 +13,12 @@ It counts what leaves a rank of n for b bytes of its own where an algorithm is o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -75,7 +75,7 @@ class Traffic(TorchDispatchMode):
         name = self._names.get(group.group_name) or group.group_desc.removeprefix("mesh_")
         key = (name, group.size())
         self._calls[name] = self._calls.get(name, 0) + 1
-        scaled = _N_TIMES_BYTES[kind](sum(map(_nbytes, _tensors(own))), group, args)
+        scaled = _N_TIMES_BYTES[kind](_nbytes(own), group, args)
         self._n_times_bytes[key] = self._n_times_bytes.get(key, 0) + scaled
 
 
@@ -95,17 +95,9 @@ def traffic(mesh: DeviceMesh | None = None) -> Traffic:
     return Traffic(mesh)
 
 
-def _tensors(given: Any) -> Iterator[torch.Tensor]:
-    """Tensors in lists of lists."""
-    if isinstance(given, torch.Tensor):
-        yield given
-    else:
-        for each in given:
-            yield from _tensors(each)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _nbytes(given: Any) -> int:
+    """Bytes of a tensor, or of those in lists of lists."""
+    return given.nbytes if isinstance(given, Tensor) else sum(map(_nbytes, given))
 
 
 def _all_to_all(nbytes: int, group: dist.ProcessGroup, args: Sequence[Any]) -> int:

@@ -12,14 +12,13 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from patrickstar.config.kinds import refuse
 from patrickstar.errors import ConfigError, StateError
 from patrickstar.hooks import Watched, watch_arguments
-from patrickstar.parallel.cut_batches import IGNORED, TOKENS
-from patrickstar.parallel.group import MeshGroup
-from patrickstar.parallel.token_losses import token_losses
+from patrickstar.parallel.cut_batches import TOKENS
+from patrickstar.parallel.token_losses import CausalLoss, token_losses
 
 _MORE_THAN_CAUSAL: Final = ("sliding_window", "softcap", "s_aux", "position_bias")
 _OF_LENGTH: Final = frozenset({"dynamic", "longrope"})
@@ -48,12 +47,18 @@ class Parallelized:
         model.set_attn_implementation(name)
         if model.config._attn_implementation != name:
             raise ConfigError(f"parallelize: {type(model).__name__} does not let its attention be set: {_ATTENTION}")
-        model.loss_function = self.loss
+        model.loss_function = CausalLoss(self.mean, shifts=False)
         self._watched: Watched = watch_arguments(model, self._before_forward, self._after_forward)
 
     def __deepcopy__(self, _: Any) -> Parallelized:
-        """The object itself: ranks are not copied."""
-        return self
+        return self  # ranks are not copied
+
+    @classmethod
+    def part_of(cls, model: nn.Module) -> Parallelized | None:
+        """The part of a model that is ours, if it is parallelized."""
+        loss = vars(model).get("_loss_function")
+        ours = loss.mean.__self__ if isinstance(loss, CausalLoss) and hasattr(loss.mean, "__self__") else None
+        return ours if isinstance(ours, cls) else None
 
     def undo(self, model: Any) -> None:
         """Has a model be as it was."""
@@ -68,15 +73,15 @@ class Parallelized:
     def attend(
         self,
         module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         scaling: float | None = None,
         dropout: float = 0.0,
         is_causal: bool | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         """The output [B, L/N, Z, A], as an attention of `transformers` gives it, and no weights."""
         odd = [name for name in _MORE_THAN_CAUSAL if kwargs.get(name) is not None]
         refuse([f"{type(module).__name__} gives {name}: {_ATTENTION}" for name in odd], of="a parallelized model")
@@ -84,7 +89,9 @@ class Parallelized:
         if attention_mask is not None:
             _refuse_mask(attention_mask)
             segments = attention_mask[:, 0, 0, :]
-        out = self.over.attention(
+        number = getattr(module, "layer_idx", None)
+        layer = type(module).__name__ + ("" if number is None else f" of layer {number}")
+        out = self.over.within(layer).attention(
             query,
             key,
             value,
@@ -96,28 +103,19 @@ class Parallelized:
         )
         return out.transpose(1, 2).contiguous(), None
 
-    def mask(self, *_: Any, attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **kwargs: Any) -> None:
+    def mask(self, *_: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, **kwargs: Any) -> None:
         """No mask: what `shard` has made is none that is asked for here. Cut positions jump, and look like packed documents: that is passed over."""
         if attention_mask is not None:
             _refuse_mask(attention_mask)
         if use_vmap or kwargs.get("local_size") is not None:
             refuse([f"it masks more than what comes later: {_ATTENTION}"], of="a parallelized model")
 
-    def loss(
-        self,
-        logits: torch.Tensor,
-        *_: Any,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        ignore_index: int = IGNORED,
-        shift_labels: torch.Tensor | None = None,
-        **__: Any,
-    ) -> torch.Tensor:
+    def mean(self, logits: Tensor, labels: Tensor, ignore_index: int, count: Any) -> Tensor:
         """The loss of the group's tokens, as the model's own is of its tokens."""
-        if shift_labels is None:
-            raise StateError("labels that are not shifted: call the model with **cp.shard(batch)")
         self._has_made_loss = True
-        values = token_losses(logits, shift_labels, ignore_index)
-        mean: torch.Tensor = self.over.token_mean(values, shift_labels != ignore_index, of=num_items_in_batch)
+        mean: Tensor = self.over.token_mean(
+            token_losses(logits, labels, ignore_index), labels != ignore_index, of=count
+        )
         return mean
 
     def _before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -155,52 +153,13 @@ class Parallelized:
 _ATTENTION: Final = "call ContextParallel.attention in a model of your own"
 
 
-def parallelize(model: Any, over: Any) -> Any:
-    """The model, whose attention and loss go over ranks."""
-    Parallelized(model, over)
-    return model
-
-
-def release(model: nn.Module, over: Any) -> None:
-    """Has a model be as it was.
-
-    Raises:
-        StateError: it is not parallelized, or by something else.
-    """
-    ours = _of(model)
-    if ours is None or ours.over is not over:
-        raise StateError("release: the model is not parallelized by this object")
-    ours.undo(model)
-
-
-def is_parallelized(model: nn.Module, over: Any) -> bool:
-    """Tells whether a model goes over these ranks."""
-    ours = _of(model)
-    return ours is not None and ours.over is over
-
-
-def works_together_over(model: nn.Module) -> dict[str, MeshGroup]:
-    """The ranks that have parts of one batch, by the mesh's dimension. ConfigError: gradients are for others to average."""
-    ours = _of(model)
-    if ours is None:
-        return {}
-    if ours.over.gradients == "mean":
-        refuse(['gradients="mean" is for DDP and FSDP2, which average: leave it out under manage()'], of="manage")
-    return {ours.over.group.name: ours.over.group}
-
-
-def _of(model: nn.Module) -> Parallelized | None:
-    ours = getattr(vars(model).get("_loss_function"), "__self__", None)
-    return ours if isinstance(ours, Parallelized) else None
-
-
 def refuse_unknown(model: nn.Module, over: Any) -> None:
     """Nothing, where a model is known to be right over ranks. Raises as `ContextParallel.parallelize` does."""
     library = sys.modules.get("transformers")
     if library is None or not isinstance(model, library.PreTrainedModel):
         kind = type(model).__name__
         refuse([f"{kind} is no model of transformers: {_ATTENTION}, and cross_entropy"], of="parallelize")
-    if _of(model) is not None:
+    if Parallelized.part_of(model) is not None:
         raise StateError("parallelize: the model is parallelized: call release(model) first")
     refuse(list(_problems(model, over)), of=f"parallelize {type(model).__name__}")
 
@@ -246,7 +205,7 @@ def _problems(model: Any, over: Any) -> Iterator[str]:
         yield from over.head_problems(heads, has("num_key_value_heads") or heads)
 
 
-def _refuse_mask(mask: torch.Tensor) -> None:
+def _refuse_mask(mask: Tensor) -> None:
     """Nothing for segments as `shard` makes them."""
     if mask.ndim != 4 or mask.shape[1:3] != (1, 1) or mask.dtype != torch.int32:
         raise StateError(f"attention_mask {list(mask.shape)} of {mask.dtype}: call the model with **cp.shard(batch)")

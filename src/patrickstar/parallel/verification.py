@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from patrickstar.parallel.cut_batches import TOKENS
 
@@ -32,35 +32,31 @@ class Verification:
 
 def verify(model: nn.Module, batch: Mapping[str, Any], cut: Any) -> Verification:
     """The differences between two runs of a model that is parallelized, by `cut`, a `ContextParallel`, as it is again afterwards."""
-    before = [parameter.grad for parameter in model.parameters()]
-    was_training = model.training
-    model.eval()
+    before, was_training = [parameter.grad for parameter in model.parameters()], model.training
     tokens = next(batch[name] for name in TOKENS if batch.get(name) is not None)
-    length = tokens.shape[1]
     mask = batch.get("attention_mask")
     valid = (torch.ones(tokens.shape[:2], device=tokens.device) if mask is None else mask).to(torch.bool)
-    cut.release(model)
+    model.eval()
     try:
-        whole = _run(model, batch, lambda logits: (logits.double().square().mean(-1) * valid).sum() / valid.sum())
-    finally:
-        cut.parallelize(model)
-    try:
-        mine = _run(
-            model, cut.shard(batch), lambda logits: _mean_square(logits, valid, cut), reduce=cut.reduce_gradients
-        )
+        cut.release(model)
+        try:
+            loss, logits, gradients = _run(model, batch, lambda values: (values * valid).sum() / valid.sum())
+        finally:
+            cut.parallelize(model)
+        is_valid = cut.shard({"input_ids": valid.long()})["input_ids"].bool()
+        mine = _run(model, cut.shard(batch), lambda values: cut.token_mean(values, is_valid), cut.reduce_gradients)
     finally:
         model.train(was_training)
         for parameter, grad in zip(model.parameters(), before, strict=True):
             parameter.grad = grad
-    logits = cut.unshard(mine[1], 1, length)
     # A gradient may be zero but for rounding, as those of biases before a softmax are: it is looked at beside the others.
-    least = 1e-3 * max((float(grad.abs().max()) for grad in whole[2].values()), default=0.0)
-    of_parameters = {name: _difference(mine[2][name], grad, least=least) for name, grad in whole[2].items()}
-    worst = max(of_parameters, key=lambda name: of_parameters[name], default="")
+    least = 1e-3 * max((float(grad.abs().max()) for grad in gradients.values()), default=0.0)
+    found = {name: _difference(mine[2][name], grad, least=least) for name, grad in gradients.items()}
+    worst = max(found, key=lambda name: found[name], default="")
     return Verification(
-        loss=_difference(mine[0], whole[0]),
-        logits=_difference(logits[valid], whole[1][valid]),
-        gradients=of_parameters.get(worst, 0.0),
+        loss=_difference(mine[0], loss),
+        logits=_difference(cut.unshard(mine[1], 1, tokens.shape[1])[valid], logits[valid]),
+        gradients=found.get(worst, 0.0),
         parameter=worst,
     )
 
@@ -68,24 +64,19 @@ def verify(model: nn.Module, batch: Mapping[str, Any], cut: Any) -> Verification
 def _run(
     model: nn.Module,
     batch: Mapping[str, Any],
-    loss_of: Callable[[torch.Tensor], torch.Tensor],
+    mean: Callable[[Tensor], Tensor],
     reduce: Callable[[nn.Module], None] = lambda _: None,
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss, logits and gradients."""
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Loss, logits and gradients. `mean`: of a number a token, where there are no labels."""
     model.zero_grad(set_to_none=True)
     output = model(**batch)
-    loss = output.loss if batch.get("labels") is not None else loss_of(output.logits)
+    loss = output.loss if batch.get("labels") is not None else mean(output.logits.double().square().mean(-1))
     loss.backward()
     reduce(model)
     gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
     return loss.detach(), output.logits.detach(), gradients
 
 
-def _mean_square(logits: torch.Tensor, valid: torch.Tensor, cut: Any) -> torch.Tensor:
-    mine = cut.shard({"input_ids": valid.long(), "labels": valid.long()})["input_ids"].bool()
-    return cut.token_mean(logits.double().square().mean(-1), mine)
-
-
-def _difference(one: torch.Tensor, other: torch.Tensor, *, least: float = 0.0) -> float:
+def _difference(one: Tensor, other: Tensor, *, least: float = 0.0) -> float:
     one, other = one.double(), other.double()
     return float((one - other).abs().max() / other.abs().max().clamp_min(least or torch.finfo(torch.float64).tiny))

@@ -85,8 +85,9 @@ class Closing:
         if self._optimizer is not None:
             self._optimizer.detach()
         parts.executor.store.close()
-        if parts.mesh is not None:
-            parts.mesh.grid.rows.looks.remove(parts.mesh.ranks.collectives.look)
+        if parts.everyone is not None:
+            for group in parts.sent.groups.values():
+                group.looks.remove(parts.everyone.look)
         for one in parts.all_collectives:
             one.close()
 

@@ -96,6 +96,7 @@ def forecast(
     choice: UpdateChoice = UpdateChoice(),  # noqa: B008  (frozen)
     has: Resources | None = None,
     which: RankOf | None = None,
+    advises: bool = True,
     **memory_options: Any,
 ) -> Forecast:
     """The forecast of training `model(**batch)`, with memory options as `manage` takes them.
@@ -103,6 +104,7 @@ def forecast(
     Args:
         clip: whether gradients are clipped by hand. has: what the machine has that is to train; None: this one now.
         which: the rank whose step it is, and whose batch; None: there is one process.
+        advises: whether budgets are tried out for a refusal to name; each is a forecast more.
 
     Raises:
         ConfigError, DeviceError: bad options. Error: the model cannot be traced without running it.
@@ -111,7 +113,7 @@ def forecast(
     has = has or find_resources(memory)
     make = partial(_forecast, model, batch, clip=clip, choice=choice, has=has, which=which, traced={})
     found = make(memory)
-    return found if found.refused is None else _advised(found, found.refused, memory, make, which)
+    return found if found.refused is None or not advises else _advised(found, found.refused, memory, make, which)
 
 
 def _advised(

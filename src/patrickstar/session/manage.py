@@ -29,7 +29,6 @@ from patrickstar.memory.filesystem import expect_usable
 from patrickstar.memory.links import MakeLane
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.user_optimizer import check_optimizer
-from patrickstar.parallel.grid import Line
 from patrickstar.parallel.group import MeshGroup
 from patrickstar.parallel.model_groups import groups_of
 from patrickstar.parallel.tensor_2d import cuts_of, grid_of
@@ -146,7 +145,7 @@ def _assembled(
     collectives: Collectives | None,
     everyone: Collectives | None,
     *,
-    groups: Mapping[str, MeshGroup | Line],
+    groups: Mapping[str, MeshGroup],
     make_lane: MakeLane | None,
     choice: UpdateChoice,
 ) -> Session:
@@ -188,14 +187,11 @@ def _assembled(
     try:
         if collectives is not None:
             expect_alike(named, optimizer, setup, collectives)
-        counters = {name: partial(getattr, group.sent, "total") for name, group in groups.items()}
-        if collectives is not None:
-            counters["dp"] = partial(getattr, collectives, "sent_bytes")
         make_mesh = None if everyone is None else _mesh(model, named, optimizer, setup, everyone)
         parts = build_step(
             model, named, optimizer, setup, store, choice=choice, collectives=collectives, make_mesh=make_mesh
         )
-        parts = replace(parts, sent=StepBytes(counters))
+        parts = replace(parts, sent=StepBytes(groups, collectives))
         return _begin(parts, optimizer, setup, source)
     except BaseException:
         store.close()
@@ -248,10 +244,10 @@ def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, s
             blocks.watch()
         dtypes = {name: parameter.dtype for name, parameter in named.items()}
         buffers = fit_buffers(model, setup.precision, setup.budgets.stream_device, undo)
-        if parts.mesh is not None:
-            looks, look = parts.mesh.grid.rows.looks, parts.mesh.ranks.collectives.look
-            looks.append(look)
-            undo.callback(looks.remove, look)
+        if (everyone := parts.everyone) is not None:
+            for group in parts.sent.groups.values():
+                group.looks.append(everyone.look)
+                undo.callback(group.looks.remove, everyone.look)
         session = Session(parts, partial(Closing, parts, root, dtypes, buffers))
         if original is not None:
             managed = session.attach(original)

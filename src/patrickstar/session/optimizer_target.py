@@ -38,8 +38,7 @@ class OptimizerTarget:
         if self.parts.binding.is_whole:
             self.parts.binding.whole.take_back()
         self.parts.training.step()
-        if self.parts.sent.counters:
-            self.parts.sent.step_ended()
+        self.parts.sent.step_ended()
         if events.handed_out.watched:  # what is written to that memory from now on comes after this update
             self.parts.executor.settle()
 
