@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -97,6 +98,16 @@ def test_ranks_of_a_zigzag_compute_as_much_each() -> None:
             pairs.append(seen)
         assert len(set(pairs)) == 1
         assert sum(pairs) == n * local * (n * local + 1) // 2
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("local", [1, 2, 5, 8])
+def test_the_two_parts_of_a_ranks_own_block_have_each_pair_once(local: int, is_causal: bool) -> None:
+    times = torch.zeros(local, local, dtype=torch.int64)
+    for block in itertools.chain(*TokenLayout("zigzag", 2).halves(local, is_causal=is_causal)):
+        pairs = times[block.queries, block.keys]
+        pairs += torch.ones_like(pairs).tril() if block.is_causal else 1
+    assert torch.equal(times, torch.ones_like(times).tril() if is_causal else torch.ones_like(times))
 
 
 def test_fake_tensors_give_shapes_and_say_nothing(two: Team) -> None:

@@ -54,3 +54,15 @@ class TokenLayout:
             return SeenBlock(ALL, ALL) if source < rank else None
         # Zigzag. The early half of those before comes before both of mine, their late half after both; of those behind both lie between mine.
         return SeenBlock(ALL, slice(local // 2)) if source < rank else SeenBlock(slice(local // 2, None), ALL)
+
+    def halves(self, local: int, *, is_causal: bool) -> tuple[list[SeenBlock], list[SeenBlock]]:
+        """What a rank sees of its own `local` tokens, in two parts of equal work; of one rank, all of it in the first."""
+        early, late = slice(local // 2), slice(local // 2, None)
+        if self.size == 1 or local < 2:
+            return [SeenBlock(ALL, ALL, is_causal)], []
+        if is_causal:
+            return [SeenBlock(late, early)], [
+                SeenBlock(early, early, is_causal=True),
+                SeenBlock(late, late, is_causal=True),
+            ]
+        return [SeenBlock(early, ALL)], [SeenBlock(late, ALL)]

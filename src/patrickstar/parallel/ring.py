@@ -5,6 +5,7 @@ Each rank has c = L/N tokens: q, out [B, Z, c, A], k [B, Zk, c, A], v [B, Zk, c,
 (1) The next hop is under way while a block is computed. Two buffers, keys and values in one.
 (2) Sums over blocks are in fp32 (fp64 in fp64), gradients that travel too: rounded block by block, errors would grow with the ring.
 (3) Gradients of a rank's own keys stay at home; those of a stranger's begin at the first rank that has them, so that they travel N-1 hops, not N.
+    Of its own block a rank computes a half while the first keys come, and the other half while the last gradients do.
 """
 
 from __future__ import annotations
@@ -73,39 +74,44 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse, segments = ctx.saved_tensors
         ring: Ring = ctx.ring
         dtype = sum_dtype(q.dtype)
-        dq = torch.zeros_like(q, dtype=dtype)
-        home = q.new_empty(0)
+        dq, home = torch.zeros_like(q, dtype=dtype), torch.zeros_like(packed(k, v), dtype=dtype)
+
+        def gradients(block: SeenBlock, pair: Tensor, ids: Sequence[Tensor]) -> Sequence[Tensor]:
+            keys, values = unpacked(pair, k, v)
+            of_queries, *parts = attend_backward(
+                grad_out[:, :, block.queries].contiguous(),
+                q[:, :, block.queries],
+                keys[:, :, block.keys],
+                values[:, :, block.keys],
+                out[:, :, block.queries].contiguous(),
+                lse[:, :, block.queries].contiguous(),
+                mask=mask_of(block, segments, ids),
+                is_causal=block.is_causal,
+                scale=ring.scale,
+            )
+            dq[:, :, block.queries] += of_queries
+            return parts
+
         moving: Shift | None = None
         spare: Tensor | None = None
+        at_once, later = ring.layout.halves(q.shape[2], is_causal=ring.is_causal)
         for source, (pair, *ids) in travel(ring.group, [packed(k, v), *_present(segments)]):
-            keys, values = unpacked(pair, k, v)
+            is_own = source == ring.group.rank
             block = ring.block(source, q.shape[2])
-            parts = None
-            if block is not None:
-                parts = attend_backward(
-                    grad_out[:, :, block.queries].contiguous(),
-                    q[:, :, block.queries],
-                    keys[:, :, block.keys],
-                    values[:, :, block.keys],
-                    out[:, :, block.queries].contiguous(),
-                    lse[:, :, block.queries].contiguous(),
-                    mask=mask_of(block, segments, ids),
-                    is_causal=block.is_causal,
-                    scale=ring.scale,
-                )
-                dq[:, :, block.queries] += parts[0]
-            if moving is not None:  # what the ranks before this one have of the same keys
-                spare = moving.tensors[0]
-                (sums,) = moving.wait()
-            else:
-                sums = torch.zeros_like(pair, dtype=dtype)
-            if block is not None and parts is not None:
-                for of_all, part in zip(unpacked(sums, k, v), parts[1:], strict=True):
-                    of_all[:, :, block.keys] += part
-            if source == ring.group.rank:
-                home = sums
-            else:
+            blocks = at_once if is_own else [] if block is None else [block]
+            found = [(one, gradients(one, pair, ids)) for one in blocks]
+            if is_own:
+                sums = home
+            elif moving is None:
+                sums = torch.zeros_like(home)
+            else:  # what the ranks before this one have of the same keys
+                spare, (sums,) = moving.tensors[0], moving.wait()
+            for one, parts in found:
+                add(parts, one, unpacked(sums, k, v))
+            if not is_own:
                 moving = ring.group.shift([sums], [torch.empty_like(sums) if spare is None else spare])
+        for one in later:
+            add(gradients(one, packed(k, v), _present(segments)), one, unpacked(home, k, v))
         if moving is not None:
             home += moving.wait()[0]
         dk, dv = unpacked(home.to(k.dtype), k, v)
@@ -127,6 +133,12 @@ def merge(out: Tensor, lse: Tensor, of_block: Tensor, of_scores: Tensor) -> None
     total = torch.logaddexp(lse, of_scores)
     out.mul_((lse - total).exp().unsqueeze(-1)).add_(of_block * (of_scores - total).exp().unsqueeze(-1))
     lse.copy_(total)
+
+
+def add(parts: Sequence[Tensor], block: SeenBlock, sums: Sequence[Tensor]) -> None:
+    """Adds gradients of a block's keys and values to those of all keys and values."""
+    for part, of_all in zip(parts, sums, strict=True):
+        of_all[:, :, block.keys] += part
 
 
 def packed(k: Tensor, v: Tensor) -> Tensor:
