@@ -15,11 +15,11 @@ from patrickstar.cli.batches import Batch, Batches
 from patrickstar.cli.display import Budgets, Display, EventLog, Row, step_text
 from patrickstar.cli.predict import manage_arguments
 from patrickstar.cli.request import Request
+from patrickstar.cli.resident import ResidentGrowth
 from patrickstar.cli.stop import StopSignals
 from patrickstar.cli.world import World
-from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.memory.allocator import release_free_memory
-from patrickstar.memory.process import peak_resident_bytes, reset_peak, resident_bytes
+from patrickstar.memory.process import resident_bytes
 from patrickstar.optim.configured import Scheduler, build_optimizer
 
 
@@ -152,25 +152,6 @@ class TrainingRun:
             extra = {"batches": self.batches, "scheduler": self.scheduler, "progress": place}
             where = self.session.save_checkpoint(directory, extra=extra, keep=self.request.keep)
             self.display.note(f"saved {where}")
-
-
-class ResidentGrowth:
-    """The process's size above the one that `host_memory` is counted from: its size when `manage` is called, which follows,
-    less the weights that are in memory and that the session takes over.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        present, _ = present_and_absent_bytes(model.parameters())
-        reset_peak()
-        self._base = resident_bytes() - present
-
-    def now(self) -> int:
-        """Bytes that the process has grown by now."""
-        return max(0, resident_bytes() - self._base)
-
-    def peak(self) -> int:
-        """Bytes that the process has grown by at most."""
-        return max(0, peak_resident_bytes() - self._base)
 
 
 def accumulate_gradients(
