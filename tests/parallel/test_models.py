@@ -12,7 +12,6 @@ from tests.ranks import Ended, Team, Teams, all_well, team
 KINDS = ["llama", "gpt2", "bert"]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("batch", programs.BATCHES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [2, 4], ids="{} ranks".format)

@@ -60,7 +60,6 @@ def read_back(model: Any, path: Path) -> Any:
     return found.eval()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("shard", ["50GB", "6KB"])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_goes_in_trained_comes_out_for_the_model_s_own_library(tmp_path: Path, name: str, shard: str) -> None:

@@ -83,7 +83,6 @@ def compare(
     return found
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("machine", MACHINE_NAMES)

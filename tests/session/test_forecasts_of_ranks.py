@@ -80,7 +80,6 @@ def formula(layout: ShardLayout, trained: set[str]) -> int:
     return whole * (layout.size - 1) // layout.size
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_rank_sends_is_foreseen_to_the_byte(ranks: Team, name: str) -> None:
     found = all_well(ranks.run(train, name, {}))

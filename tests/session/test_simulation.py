@@ -160,7 +160,6 @@ def expect_executed_as_simulated(
         assert found == [], f"{found}\n{stretch.plan}\n{stretch.trace}"
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
 @pytest.mark.parametrize("eviction", ["next-use", "lru"])
 def test_what_is_done_is_what_the_plan_says(
@@ -202,7 +201,6 @@ def test_plan_and_trace_are_those_of_the_last_training_step(pair: Pair) -> None:
     assert pair.session.plan.digest() == plan.digest(), "in the long run a step is as the one before"
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "tiers"),
     [
@@ -468,7 +466,6 @@ def test_backwards_that_update_come_to_repeat_themselves(slots: int, make_pair: 
     pair.expect_same()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("tier", ["emulated", "cpu+disk", "emulated+disk"])
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("slots", [12, 20])
