@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +71,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     shared = hasattr(config, "workerinput")
     long = {"slow", "team_of"} if shared else {"slow"}
     items.sort(key=lambda item: shared == long.isdisjoint((*item.keywords, *getattr(item, "fixturenames", ()))))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported and collected stays: tests that look for what is left need not look there
 
 
 @pytest.fixture(autouse=True)

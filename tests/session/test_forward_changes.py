@@ -497,17 +497,18 @@ def test_a_change_by_hand_whose_master_cannot_be_reached_is_no_change(
 
 
 @pytest.mark.parametrize(
-    "kind", [*(pytest.param(kind, marks=pytest.mark.campaign) for kind in ("fp32", "bf16")), "bf16-fp32"]
+    ("kind", "apart"),
+    [*(pytest.param(kind, 1, marks=pytest.mark.campaign) for kind in ("fp32", "bf16", "bf16-fp32")), ("bf16-fp32", 5)],
 )
 def test_a_change_whose_master_cannot_be_reached_is_no_change(
-    changing: MakeScript, faulty: FaultyIO, on_disk: dict[str, Any], kind: str
+    changing: MakeScript, faulty: FaultyIO, on_disk: dict[str, Any], kind: str, apart: int
 ) -> None:
-    """A disk that fails at any transfer of a forward and backward: the same step can be done again."""
+    """A disk that fails at any transfer of a forward and backward: the same step can be done again. `apart`: transfers between two tries."""
     failed = 0
     while True:
         script = changing(kind, partial(Changing, "clamp"), **on_disk)
         script.run("train(2)")
-        arm(faulty, "preadv", errno.EIO, after=failed)
+        arm(faulty, "preadv", errno.EIO, after=apart * failed)
         try:
             script.model(batch(2).to(script.plain.compute)).square().mean().backward()
         except DeviceError:

@@ -315,7 +315,7 @@ def any_words(examples: int) -> None:
 
 
 def test_no_program_has_other_bits_under_a_session() -> None:
-    any_words(examples=20)
+    any_words(examples=8)
 
 
 @pytest.mark.campaign

@@ -30,6 +30,7 @@ from patrickstar.tracing.missing import result_of
 from patrickstar.tracing.offline import OfflineTracer
 from patrickstar.tracing.trial_operations import TrialOperations
 from tests.composed import Composed
+from tests.sampling import only
 
 WIDTH = 16
 
@@ -248,7 +249,7 @@ CASES: dict[str, Case] = {
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["use", "blocks"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", only([name for name in CASES if name not in ("llama", "mixtral", "vit")], CASES))
 def test_the_trace_is_that_of_operations_that_are_all_left_to_torch(
     name: str, in_blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
