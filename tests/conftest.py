@@ -54,7 +54,7 @@ SLOW: Final = frozenset(
 )
 
 
-SAMPLED: Final = frozenset({"comm", "cuda", "optim", "parallel", "session"})
+SAMPLED: Final = frozenset({"comm", "cuda", "loops", "optim", "parallel", "session"})
 """Folders all of whose tests are sampled."""
 
 

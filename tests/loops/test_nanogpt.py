@@ -206,7 +206,6 @@ def train_masters(kind: str) -> Run:
     return run.finish(twin.masters, optimizer, None)
 
 
-@pytest.mark.sampled
 @rows
 @pytest.mark.parametrize("kind", only(["bf16-fp32"], ["bf16", "bf16-fp32", "fp16"]))
 def test_in_16_bits_it_has_the_bits_of_masters_kept_by_hand(kind: str, memory: str, tmp_path: Path) -> None:
