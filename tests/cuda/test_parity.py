@@ -190,7 +190,7 @@ WHOLE = where_everything_fits(ROWS)
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    "row", at_once(WHOLE, cover(WHOLE, every(("checkpointing",), ("clipping",), ("precision", "step")))), ids=str
+    "row", at_once(WHOLE, cover(WHOLE, every(("checkpointing",), ("clipping",), ("precision",), ("step",)))), ids=str
 )
 def test_parameters_that_keep_their_bytes_have_the_same_bits(
     row: Row, tmp_path: Path, accelerator: Accelerator
