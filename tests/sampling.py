@@ -6,6 +6,7 @@ import heapq
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -49,13 +50,14 @@ def mark_what_is_left_out(items: Sequence[pytest.Item]) -> None:
     """Of the tests marked `sampled`, a few cases stay; the others are campaigns.
 
     Every test stays, and every value of each parameter: in some test of its file where it is a text, which is the same thing in
-    all of them, or a fixture's, and else in each test that has it. Those that are campaigns anyway are none of the few.
+    all of them; in some test of its folder where it is a fixture's; and else in each test that has it. Those that are campaigns
+    anyway are none of the few.
     """
-    of_file: dict[str, list[Any]] = defaultdict(list)
+    of_folder: dict[Path, list[Any]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") is not None and item.get_closest_marker("campaign") is None:
-            of_file[item.nodeid.partition("::")[0]].append(item)
-    for cases in of_file.values():
+            of_folder[item.path.parent].append(item)
+    for cases in of_folder.values():
         chosen = set(cover(sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode())), _values_of))
         for case in cases:
             if case not in chosen:
@@ -69,7 +71,8 @@ def _values_of(case: Any) -> Iterator[Hashable]:
     marks = [mark for mark in case.iter_markers("parametrize") if not mark.kwargs.get("indirect")]
     of_test = {name for mark in marks for name in _names(mark.args[0])}
     for name, value in case.callspec.params.items() if hasattr(case, "callspec") else ():
-        yield (name, value) if isinstance(value, str) else (test if name in of_test else "", name, id(value))
+        what = value if isinstance(value, str) else id(value)
+        yield name, what, "" if name not in of_test else case.path if isinstance(value, str) else test
 
 
 def _names(said: str | Sequence[str]) -> Sequence[str]:

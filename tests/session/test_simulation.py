@@ -368,7 +368,7 @@ IN_16_BITS: Mapping[str, tuple[str, ...]] = {
 """What each model adds: modules of a library with attention; tied weights; a weight of several chunks; frozen and thawed parameters."""
 
 IN_BRIEF = ("conv", "tied", "adapted")
-"""Those that `make test` runs in 16 bits, and in fp32 every second one beside these and the exceptions; `make test-full` runs all."""
+"""Those that `make test` runs in 16 bits, and in fp32 every fourth one beside these and the exceptions; `make test-full` runs all."""
 ALWAYS = (*IN_BRIEF, *NOT_PLANNED, *BYTES_DIFFER)
 
 
@@ -377,7 +377,7 @@ ALWAYS = (*IN_BRIEF, *NOT_PLANNED, *BYTES_DIFFER)
     ("name", "kind"),
     [
         *(
-            pytest.param(name, "fp32", marks=[pytest.mark.campaign] if number % 2 and name not in ALWAYS else [])
+            pytest.param(name, "fp32", marks=[pytest.mark.campaign] if number % 4 and name not in ALWAYS else [])
             for number, name in enumerate(CASES)
         ),
         *(
