@@ -6,7 +6,8 @@ STAMP := $(VENV)/.installed
 STAMP_FULL := $(VENV)/.installed-full
 # Processes that share the tests out, file by file: tests of a file share fixtures, teams of ranks and what their oracles have computed.
 JOBS ?= 2
-OPTIONS = -q -n $(JOBS) --dist loadfile
+# In the order in which tests/conftest.py has them.
+OPTIONS = -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # Modules are compiled once, not by each of the processes that tests start.
 export PYTHONDONTWRITEBYTECODE =
 PYTEST = $(BIN)/python -m pytest $(OPTIONS)
@@ -30,6 +31,9 @@ $(STAMP_FULL): $(STAMP)
 
 train: $(STAMP)
 	$(BIN)/python examples/train_stdlib.py
+
+# Of what tests draw, less than `make test-full` has.
+test test-fast: export HYPOTHESIS_PROFILE ?= few
 
 test: $(STAMP)
 	$(PYTEST) -m 'not campaign'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.sampling import mark_what_is_left_out
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in child processes
 
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("few", deadline=None, derandomize=True, max_examples=30)
 hypothesis.settings.register_profile("campaign", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
@@ -47,18 +49,32 @@ SLOW: Final = frozenset(
         "session/test_sixteen_bits.py",
         "session/test_tiles.py",
         "session/test_weights_memory.py",
+        "tracing/test_trial_operations.py",
     }
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast tests come first; of some, most cases are campaigns."""
-    mark_what_is_left_out(items)
+SAMPLED: Final = frozenset({"comm", "cuda", "loops", "optim", "parallel", "session"})
+"""Folders all of whose tests are sampled."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Fast tests come first; where processes share files out, files that take long, so that all end together. Of some, most cases are campaigns."""
     tests = Path(__file__).parent
     for item in items:
-        if item.path.relative_to(tests).as_posix() in SLOW:
+        path = item.path.relative_to(tests)
+        if path.as_posix() in SLOW:
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: "slow" in item.keywords)
+        if path.parts[0] in SAMPLED:
+            item.add_marker(pytest.mark.sampled)
+    mark_what_is_left_out(items)
+    shared = hasattr(config, "workerinput")
+    long = {"slow", "team_of"} if shared else {"slow"}
+    items.sort(key=lambda item: shared == long.isdisjoint((*item.keywords, *getattr(item, "fixturenames", ()))))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported and collected stays: tests that look for what is left need not look there
 
 
 @pytest.fixture(autouse=True)

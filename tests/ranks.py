@@ -7,6 +7,7 @@ connections to that take seconds each where no server of names answers.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import tempfile
@@ -143,6 +144,7 @@ def _serve(pipe: Connection, rank: int, size: int, where: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported before the fork stays where it is, in memory that is shared with that process
     if where and not where.isdigit():
         store: dist.Store = dist.FileStore(where, size)
     else:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -40,21 +41,39 @@ def cover(cases: Sequence[T], goals: Callable[[T], Iterable[Hashable]]) -> list[
     return [cases[index] for index in chosen]
 
 
-def mark_what_is_left_out(items: Sequence[pytest.Item]) -> None:
-    """Of each test marked `sampled`, a few cases in which every value of each of its parameters occurs stay; the others are campaigns.
+def only(few: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """The cases, of which all but a few are campaigns."""
+    return [pytest.param(case, marks=() if case in few else pytest.mark.campaign) for case in cases]
 
-    Those that are campaigns anyway are none of the few.
+
+def mark_what_is_left_out(items: Sequence[pytest.Item]) -> None:
+    """Of the tests marked `sampled`, a few cases stay; the others are campaigns.
+
+    Every test stays, and every value of each parameter: in some test of its file where it is a text, which is the same thing in
+    all of them; in some test of its folder where it is a fixture's; and else in each test that has it. Those that are campaigns
+    anyway are none of the few.
     """
-    of_test: dict[str, list[Any]] = defaultdict(list)
+    of_folder: dict[Path, list[Any]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") is not None and item.get_closest_marker("campaign") is None:
-            of_test[item.nodeid.partition("[")[0]].append(item)
-    for cases in of_test.values():
-        in_no_order = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))
-        # Values are told apart by identity: a list of cases has each of them once.
-        chosen = set(
-            cover(in_no_order, lambda case: [(name, id(value)) for name, value in case.callspec.params.items()])
-        )
+            of_folder[item.path.parent].append(item)
+    for cases in of_folder.values():
+        chosen = set(cover(sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode())), _values_of))
         for case in cases:
             if case not in chosen:
                 case.add_marker(pytest.mark.campaign)
+
+
+def _values_of(case: Any) -> Iterator[Hashable]:
+    """What a case is there for. Other values than texts are told apart by identity: a list of cases has each of them once."""
+    test = case.nodeid.partition("[")[0]
+    yield test
+    marks = [mark for mark in case.iter_markers("parametrize") if not mark.kwargs.get("indirect")]
+    of_test = {name for mark in marks for name in _names(mark.args[0])}
+    for name, value in case.callspec.params.items() if hasattr(case, "callspec") else ():
+        what = value if isinstance(value, str) else id(value)
+        yield name, what, "" if name not in of_test else case.path if isinstance(value, str) else test
+
+
+def _names(said: str | Sequence[str]) -> Sequence[str]:
+    return [name.strip() for name in said.split(",")] if isinstance(said, str) else said

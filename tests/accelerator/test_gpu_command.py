@@ -49,7 +49,7 @@ def test_a_stage_that_is_not_known_is_refused(tmp_path: Path) -> None:
     assert "no such stage: trops; there are traps, bits, memory, faults, rows" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_stage_runs_and_each_test_leaves_a_line(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BEFORE_TORCH)
     chosen = "stream_has_a_number or mapping_does_not_wait or two_streams_use_neighbours"
@@ -63,11 +63,12 @@ def test_a_stage_runs_and_each_test_leaves_a_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_test_that_fails_is_named_with_its_reason(tmp_path: Path) -> None:
-    """A kernel that takes its time is what the test device lacks: a test that needs one fails there."""
+    """A kernel that takes its time is what the test device lacks: a test that needs one fails there, and the others pass."""
     (tmp_path / "sitecustomize.py").write_text(BEFORE_TORCH)
-    done = run(
-        "--out", str(tmp_path), "traps", "--", "-n", "0", "-k", "waiting_on_the_device_keeps_no_thread", path=tmp_path
-    )
+    chosen = "waiting_on_the_device_keeps_no_thread or mapping_does_not_wait"
+    done = run("--out", str(tmp_path), "traps", "--", "-n", "0", "-k", chosen, path=tmp_path)
     assert done.returncode == 1
-    assert "traps: 1 failed in" in done.stdout
+    assert "traps: 1 failed, 1 passed in" in done.stdout
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert sorted((line["stage"], line["outcome"]) for line in lines) == [("traps", "failed"), ("traps", "passed")]
     assert "gpu/test_assumptions.py::test_waiting_on_the_device_keeps_no_thread_waiting: " in done.stdout

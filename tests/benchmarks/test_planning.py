@@ -5,6 +5,7 @@ import pytest
 from tests.benchmarks.scripts import run
 
 
+@pytest.mark.campaign
 def test_a_trace_and_its_plans_are_timed():
     out = run("planning.py", "--model", "gpt2-120m", "--tokens", 16, "--rounds", 1)
     assert "trace: median" in out

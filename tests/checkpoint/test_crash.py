@@ -97,6 +97,7 @@ def test_a_fault_at_any_operation_leaves_a_whole_checkpoint_and_the_next_can_be_
         assert outcomes == ({"killed"} if kind.endswith("cut") or kind.startswith("kill") else {"written", "refused"})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_in_the_first_checkpoint_of_all_leaves_none_or_a_whole_one(scratch, kind):
     files = FaultyFiles()

@@ -1,8 +1,5 @@
 import errno
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +9,7 @@ from patrickstar.cli import doctor as module
 from patrickstar.cli.main import main
 from patrickstar.memory.allocator import allocator
 from patrickstar.testing.faults import Fails, FaultyIO
+from tests.forked import run_script
 
 
 @pytest.fixture
@@ -71,9 +69,7 @@ def test_a_package_that_cannot_be_imported_is_named_with_what_mends_it(tmp_path,
     says, mends = BROKEN[package]
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text(f"raise RuntimeError({says!r})")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), *filter(None, sys.path)))}
-    command = [sys.executable, "-m", "patrickstar", "doctor"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    shown = run_script("patrickstar", "doctor", environment={"PYTHONPATH": str(tmp_path)})
     assert shown.returncode == 1, shown.stderr
     assert f"cannot be imported: RuntimeError: {says}" in shown.stdout
     assert mends in shown.stdout

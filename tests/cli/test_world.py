@@ -117,7 +117,7 @@ def test_each_rank_has_its_rows_of_the_batch_and_the_log_the_mean_of_their_losse
     assert list(runs.losses().values()) == want
 
 
-@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize("method", ["ring", pytest.param("ulysses", marks=pytest.mark.campaign)])
 def test_ranks_with_parts_of_the_sequences_have_the_losses_of_one_process(
     two: Team, runs: Runs, method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,12 +159,24 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(two: Team, runs: Run
     ("arguments", "status", "said"),
     [
         (["--batch-size", 3], 2, "--batch-size 3 over 2 ranks: it is of all of them together; give a multiple of 2"),
-        (["--batch-size", 2, "--seq-len", 65], 2, "--seq-len 65: this model has 64 positions"),
+        pytest.param(
+            ["--batch-size", 2, "--seq-len", 65],
+            2,
+            "--seq-len 65: this model has 64 positions",
+            marks=pytest.mark.campaign,
+        ),
         (["--batch-size", 2, "--host-memory", "40KiB"], 3, "what fits is for the 2 ranks of a machine"),
         (["--batch-size", 2, "--data", "text-of-RANK.txt"], 2, "of rank 1 and of rank 0 differ"),
-        (["--batch-size", 2, "--data", "only-of-RANK.txt"], 2, "only-of-1.txt: no such file"),
+        pytest.param(
+            ["--batch-size", 2, "--data", "only-of-RANK.txt"],
+            2,
+            "only-of-1.txt: no such file",
+            marks=pytest.mark.campaign,
+        ),
         (["--context-parallel", 3], 2, "--context-parallel 3: 3 ranks work on a batch together, and there are 2"),
-        (["--tensor-2d", "2x2"], 2, "--tensor-2d 2x2: 4 ranks work on a batch together, and there are 2"),
+        pytest.param(
+            ["--tensor-2d", "2x2"], 2, "--tensor-2d 2x2: 4 ranks work on a batch together", marks=pytest.mark.campaign
+        ),
         (["--tensor-2d", "2x2", "--context-parallel", 2], 2, "in one run come later"),
         (["--context-parallel", 2, "--compare-plain"], 2, "sums of several ranks have another order"),
     ],

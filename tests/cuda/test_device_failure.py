@@ -43,7 +43,6 @@ def of_python() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("arguments", [{}, {"step": "in_backward"}, {"max_grad_norm": 0.5}], ids=repr)
 @pytest.mark.parametrize(

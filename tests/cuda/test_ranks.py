@@ -22,9 +22,9 @@ from patrickstar.comm.transport import staging_bytes
 from tests.cuda.schedules import FEW_SCHEDULES
 from tests.parity.managed import ROOMY_BYTES, Limits
 from tests.parity.matrix import RANKS, Row
-from tests.parity.test_parity import at_once
 from tests.parity.test_worlds import assert_moved, assert_parity, least, train, train_all
 from tests.ranks import Team, Teams, all_well
+from tests.sampling import only
 from tests.session.test_ranks import inputs
 from tests.session.test_ranks import mlp as blocks
 
@@ -50,14 +50,15 @@ def train_there(rank: int, row: Row, limits: Limits, directory: Path, steps: int
     return on_device(rank, schedule, train, row, limits, directory, steps, "cuda")
 
 
-FEW = [
+QUICK = [
     Row.parse("tied-none-x1-clip-deferred-lru-minimum-emulated-world2"),
     Row.parse("one-block-none-x4-clip-deferred-next-use-minimum-emulated+disk-bf16-world2"),
 ]
-ROWS = [*FEW, *(row for row in RANKS if row.tier.startswith("emulated"))]
+ROWS = [*QUICK, *(row for row in RANKS if row.tier.startswith("emulated"))]
 
 
-@pytest.mark.parametrize("row", at_once(ROWS, FEW), ids=str)
+@pytest.mark.campaign
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_no_bit_depends_on_how_ranks_share_a_device(row: Row, team_of: Teams, tmp_path: Path) -> None:
     if row.budget == "fits":
         outcomes = train_all(team_of(row.world), row, {}, tmp_path, act=train_there)
@@ -115,7 +116,7 @@ def compare_streams(rank: int, kept: str) -> None:
         assert torch.equal(got[name], value), name
 
 
-@pytest.mark.parametrize("kept", ["fp32", "bf16"])
+@pytest.mark.parametrize("kept", only(["bf16"], ["fp32", "bf16"]))
 def test_what_runs_on_streams_of_the_users_waits_and_is_waited_for(kept: str, two: Team) -> None:
     all_well(two.run(on_device, FEW_SCHEDULES[1], compare_streams, kept))
 

@@ -31,7 +31,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("way", WAYS)
 def test_training_in_less_memory_has_the_bits_of_plain_pytorch(way: str, accelerator: Accelerator) -> None:
     before = accelerator.driver_bytes()

@@ -32,7 +32,7 @@ def arguments(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(
     "ways",
     [
-        (),
+        pytest.param((), marks=pytest.mark.campaign),
         pytest.param(("--clip", "0.5"), marks=pytest.mark.campaign),
         ("--step", "in_backward"),
         ("--precision", "bf16", "--clip", "0.5"),

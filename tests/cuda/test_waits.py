@@ -42,7 +42,6 @@ WAYS: dict[str, dict[str, Any]] = {
 WARM_UP = 4  # steps, after which units lie where they lie after every step, and the allocator has what kernels take
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("accelerator", FEW_SCHEDULES, indirect=True, ids=str)
 @pytest.mark.parametrize("share", [100, 60])
 @pytest.mark.parametrize("way", WAYS)
@@ -165,7 +164,6 @@ def expect_no_more_waits(
         assert (session.stats().steps, session.stats().reason) == (WARM_UP + 3, "")
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("accelerator", FEW_SCHEDULES, indirect=True, ids=str)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_step_that_needs_a_number_waits_for_that_alone(precision: str, accelerator: Accelerator) -> None:

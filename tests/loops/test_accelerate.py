@@ -37,7 +37,6 @@ def train(memory: Mapping[str, Any] | None, *, clip: str) -> Run:
     return run.finish(model, optimizer, session)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("clip", ["norm", "value"])
 @rows
 def test_accelerates_loop_has_the_bits_of_the_same_program_without_us(memory: str, clip: str, tmp_path: Path) -> None:

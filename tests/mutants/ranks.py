@@ -147,7 +147,7 @@ RANKS: tuple[Mutant, ...] = (
         "tests/session/test_meshes.py::test_sessions_of_one_process_have_groups_of_their_own",
     ),
     Fault("gradients are averaged over ranks that share a batch", "comm.ranks:ranks_of").by(
-        replace("mesh['dp'].size()", "None"), f"{LONG}::test_ranks_with_parts_of_a_batch_train_as_one[1-2]"
+        replace("mesh['dp'].size()", "None"), f"{LONG}::test_ranks_with_parts_of_a_batch_train_as_one[1-2-ring]"
     ),
     Fault("a model that works together with others is managed alone", "comm.ranks:ranks_of").by(
         never("sizes.get(name, 1) != size"), f"{LONG}::test_a_model_is_managed_over_the_ranks_that_it_works_with"

@@ -112,7 +112,6 @@ def check(
     return seen[1][0]
 
 
-@pytest.mark.sampled
 @every_format
 @pytest.mark.parametrize("beta1", [0.9, 0.5, 0.25, 0.0])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -121,7 +120,6 @@ def test_every_format_has_the_bits_of_the_definition(form: Format, beta1: float,
     assert variant == "huge" or torch.isfinite(weight).sum() > 500, "a sample of NaN shows nothing"
 
 
-@pytest.mark.sampled
 @every_format
 @pytest.mark.parametrize("numel", SIZES)
 def test_every_length_is_updated_to_its_end_and_no_further(form: Format, numel: int, family: Passes) -> None:
@@ -134,14 +132,12 @@ def test_every_short_length_has_the_bits_of_the_definition(variant: str, family:
         check(family, planes_of(numel, seed=numel, special=False), hyper=replace(VARIANTS[variant], beta1=beta1))
 
 
-@pytest.mark.sampled
 @every_format
 @pytest.mark.parametrize("start", [1, 2, 3, 5, 8, 13])
 def test_every_address_is_as_good(form: Format, start: int, family: Passes) -> None:
     check(family, planes_of(100, seed=3), form, hyper=VARIANTS["Adam"], start=start)
 
 
-@pytest.mark.sampled
 @every_format
 @pytest.mark.parametrize("factors", [(0.5,), (1 / 3, 0.7), (3e-39, 1e30, -0.1), (torch.inf,), (torch.nan,)])
 def test_factors_multiply_the_widened_gradient_in_their_order(
@@ -157,7 +153,6 @@ def test_the_order_of_factors_can_be_seen(family: Passes) -> None:
     assert different(*seen) > 0, "the test above would not see another order"
 
 
-@pytest.mark.sampled
 @every_format
 @pytest.mark.parametrize("step", [1, 2, 10_000, 2**24, 2**24 + 1, 2**40])
 def test_every_step_has_its_bias_correction(form: Format, step: int, family: Passes) -> None:
@@ -200,7 +195,6 @@ class Spoiled:
         self._family.update(*planes, hyper=replace(hyper, **self._numbers), **others)
 
 
-@pytest.mark.sampled
 @every_format
 @pytest.mark.parametrize(
     ("name", "value"), [("lr", 1.001e-3), ("beta1", 0.901), ("beta2", 0.9991), ("eps", 1e-6), ("decoupled", False)]

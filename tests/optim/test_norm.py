@@ -58,7 +58,6 @@ def gradients(*shapes, seed=1):
     return [tensor * 10.0 ** (torch.rand(tensor.shape, generator=generator) * 6 - 3) for tensor in normal]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "numel", [1, 15, 16, 17, 33, 2_047, 2_048, 2_049, 50_021, 65_535, 65_536, 65_537, 4 * 65_536 + 1, 5 * 65_536]

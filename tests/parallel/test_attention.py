@@ -14,6 +14,7 @@ from patrickstar.parallel.layouts import TokenLayout
 from tests.parallel import programs_of_attention as programs
 from tests.parallel.programs_of_attention import GRID, WAYS, A, B, Case, L, Z
 from tests.ranks import Team, Teams, all_well
+from tests.sampling import only
 
 MASKED = [
     Case("rsa", "contiguous", is_causal, 2, segments, mask=mask)
@@ -27,7 +28,7 @@ MASKED = [
 OF_OTHER_VALUES = [Case(*way, True, 2, segments=True, of_values=6) for way in WAYS]
 
 
-@pytest.mark.parametrize("n", [2, 4], ids="{} ranks".format)
+@pytest.mark.parametrize("n", only([4], [2, 4]), ids="{} ranks".format)
 def test_attention_over_ranks_is_that_of_one(team_of: Teams, n: int) -> None:
     for found in all_well(team_of(n).run(programs.errors, n, [*GRID, *MASKED, *OF_OTHER_VALUES])):
         assert {case: worst for case, worst in found.items() if not max(worst) <= 1e-12} == {}
@@ -39,14 +40,14 @@ def test_groups_of_ranks_do_not_mix(team_of: Teams) -> None:
         assert {case: worst for case, worst in found.items() if not max(worst) <= 1e-12} == {}
 
 
-@pytest.mark.parametrize("n", [2, 4], ids="{} ranks".format)
+@pytest.mark.parametrize("n", only([2], [2, 4]), ids="{} ranks".format)
 def test_in_bf16_errors_are_within_three_times_those_of_one_rank(team_of: Teams, n: int) -> None:
     cases = [Case(*way, is_causal, dtype=torch.bfloat16, length=64) for way in WAYS for is_causal in (True, False)]
     for found in all_well(team_of(n).run(programs.errors_beside_flash, n, cases)):
         assert {case: worst for case, worst in found.items() if not max(worst) <= 3} == {}
 
 
-@pytest.mark.parametrize("n", [2, 4], ids="{} ranks".format)
+@pytest.mark.parametrize("n", only([2], [2, 4]), ids="{} ranks".format)
 def test_bytes_sent_and_kept_are_those_of_the_formulas(team_of: Teams, n: int) -> None:
     cases = [case for case in GRID if case.key_heads != 2]
     cases += [replace(case, dtype=torch.bfloat16) for case in cases if case.is_causal]

@@ -47,7 +47,7 @@ def test_every_pair_that_can_stand_in_a_row_stands_in_one(everything: list[Row])
     assert lacking(PAIRS, everything) == []
 
 
-def test_so_it_is_in_the_few_rows_that_are_run_each_time_but_for_pairs_with_a_model(everything: list[Row]) -> None:
+def test_so_it_is_in_the_few_rows_that_are_dealt_first_but_for_pairs_with_a_model(everything: list[Row]) -> None:
     rows = few(PAIRS)
     assert {row.model for row in rows} == set(CASES)
     assert all("model" in names for names in lacking(rows, everything))
@@ -125,7 +125,7 @@ def shown(row: Row) -> list[tuple[str, object]]:
     return list(values.items())
 
 
-def test_every_pair_of_values_that_are_dealt_stands_in_the_few_rows_that_are_run_each_time() -> None:
+def test_every_pair_of_values_that_are_dealt_stands_in_the_few_rows_that_are_dealt_first() -> None:
     possible = {pair for one in DEALT for pair in combinations(one._asdict().items(), 2)}
     assert possible - {pair for row in few(PAIRS) for pair in combinations(shown(row), 2)} == set()
 
@@ -164,7 +164,7 @@ def test_every_model_runs_on_every_number_of_ranks_and_every_pair_of_other_value
         assert combinations_of(RANKS, names) == combinations_of(possible, names), names
 
 
-def test_the_few_rows_of_ranks_that_are_run_each_time_have_every_value_of_most_dimensions() -> None:
+def test_the_few_rows_of_ranks_have_every_value_of_most_dimensions() -> None:
     rows = few_ranks(RANKS)
     for name in ("world", "precision", "budget", "tier", "clipping", "no_sync"):
         assert combinations_of(rows, (name,)) == combinations_of(RANKS, (name,))

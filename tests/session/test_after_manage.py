@@ -216,7 +216,6 @@ def test_aliases_that_outlive_the_session_go_on_as_in_pytorch(trained: Pair) -> 
     assert same_bits(alias, trained.model[0].weight.detach())
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("done", ["nothing", "a forward", "a backward", "a step"])
 def test_a_session_that_is_dropped_with_its_model_leaves_nothing(
     machine: dict[str, Any], done: str, caplog: pytest.LogCaptureFixture

@@ -99,7 +99,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_loop_over_gradients_has_torchs_bits(moving: Pair, change: str) -> None:
     for number in range(2):

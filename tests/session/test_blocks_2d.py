@@ -178,6 +178,7 @@ def half(rank: int) -> dict[str, Any]:
         return found | {"same": same, "scales": (scale, session.scaler.get_scale()), "weights": whole_states(session)}
 
 
+@pytest.mark.campaign
 def test_an_overflow_in_one_block_skips_the_step_on_all_ranks(four: Team) -> None:
     first, *others = all_well(four.run(half))
     assert first["same"]
@@ -306,6 +307,7 @@ def save_with_faults(rank: int, path: Path) -> tuple[list[Exception], dict[str, 
 FAULTS = [("a full disk", 0), ("no room", 3), ("chunks", 1)]
 
 
+@pytest.mark.campaign
 def test_what_fails_on_one_rank_in_saving_and_loading_is_an_error_on_all_and_they_go_on(
     four: Team, tmp_path: Path
 ) -> None:
@@ -342,7 +344,11 @@ def fails(rank: int, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "raised", "said"), [("raises", Mine, "close after Mine"), ("is killed", Ended, "rank 1 has ended")]
+    ("how", "raised", "said"),
+    [
+        pytest.param("raises", Mine, "close after Mine", marks=pytest.mark.campaign),
+        ("is killed", Ended, "rank 1 has ended"),
+    ],
 )
 def test_what_ends_one_rank_in_a_layer_is_an_error_on_all(how: str, raised: type, said: str, team_of: Teams) -> None:
     started = time.monotonic()

@@ -129,7 +129,6 @@ def expect_smallest(build: Callable[[], nn.Module], tier: str, **given: Any) -> 
     return smallest, peak, refusal.value
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_smallest_budget_of_the_host_alone_that_a_forecast_names_runs_and_a_byte_less_does_not(

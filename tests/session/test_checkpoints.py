@@ -212,7 +212,6 @@ def expect_refused(pair: Pair, path: Path) -> None:
     pair.train_same(1, first=3)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_found_before_anything_has_changed(saved: tuple[Pair, Path], damage: str) -> None:
     """In each file; `tests/checkpoint` has more kinds of it, and what is said."""

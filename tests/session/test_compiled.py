@@ -80,7 +80,6 @@ WHOLE = pytest.param(ROOMY, marks=pytest.mark.whole, id="whole")
 ON_THE_HOST = pytest.param({"host_memory": "1GiB"}, marks=pytest.mark.whole, id="on the host")
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("machine", [BY_BLOCK, WHOLE, ON_THE_HOST])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize(("what", "when"), WAYS)

@@ -161,7 +161,6 @@ GENERATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("how", GENERATIONS)
 def test_generate_between_steps(make_pair: MakePair, how: str, machine: dict[str, Any]) -> None:
     def generate(model: Any, _: Any) -> list[Any]:

@@ -133,7 +133,6 @@ def test_with_room_for_everything_nothing_goes_to_disk_and_back(tmp_path: Path) 
         assert session.stats().moved["K>H"] == 0
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
 @pytest.mark.parametrize("eviction", ["next-use", "lru"])
 def test_no_bit_depends_on_the_machine(make_pair: MakePair, machine: dict[str, Any], step: str, eviction: str) -> None:
@@ -157,7 +156,6 @@ def arm(io: FaultyIO, call: str, number: int | None, *, after: int = 0, times: i
 FAULTS = [("pwritev", errno.ENOSPC), ("pwritev", errno.EIO), ("pwritev", None), ("preadv", errno.EIO), ("preadv", None)]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("call", "number"), FAULTS, ids=lambda value: errno.errorcode.get(value, value) or "short")
 @pytest.mark.parametrize("after", [0, 7])
 @pytest.mark.parametrize("tiers", ["cpu+disk", "emulated+disk"])

@@ -79,7 +79,6 @@ def counts(pair: Pair) -> tuple[int, int]:
     return stats.planned_steps, stats.reactive_steps
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
 def test_a_gradient_penalty_is_planned_from_its_second_step_on(
     make_pair: MakePair, machine: dict[str, Any], step: str

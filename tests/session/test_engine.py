@@ -172,7 +172,6 @@ def same(want: Mapping[str, Tensor], engine: Any) -> None:
 # the original's README
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("model_func", "dataloader"),
     [(language("bert"), tokens(3)), (language("gpt2"), tokens(3)), (Plain, numbers(3))],
@@ -212,7 +211,6 @@ def test_the_original_s_readme_runs_as_it_is(model_func: Any, dataloader: Any, f
 # the arithmetic is plain PyTorch's
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize(
     ("params", "algorithm"),

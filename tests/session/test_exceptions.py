@@ -143,7 +143,6 @@ def trip_in_a_hook(model: nn.Module, _: Any) -> None:
 TRIPS = [trip_in_forward, trip_in_backward, trip_in_the_loss, trip_at_the_input, trip_in_a_hook]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("trip", TRIPS, ids=lambda trip: trip.__name__)
 @pytest.mark.parametrize("tier", ["device", "disk"])
 @pytest.mark.parametrize("first", [0, 2])
@@ -290,20 +289,17 @@ def stopped(request: pytest.FixtureRequest, roomier: dict[str, Any], make_pair: 
     return pair
 
 
-@pytest.mark.sampled
 def test_whoever_reads_finds_the_updates_of_what_has_come(stopped: Pair) -> None:
     expect_bits(dict(stopped.plain.state_dict()), dict(stopped.session.state_dict()))
     assert not store_of(stopped.session).state.updates
 
 
-@pytest.mark.sampled
 def test_close_gives_back_weights_that_are_wholly_updated(stopped: Pair) -> None:
     stopped.session.close()
     for want, got in zip(stopped.plain.parameters(), stopped.model.parameters(), strict=True):
         assert want.equal(got)
 
 
-@pytest.mark.sampled
 def test_training_goes_on_from_a_checkpoint(stopped: Pair, tmp_path: Path) -> None:
     with pytest.raises(StateError, match="load_checkpoint"):
         stopped.model(batch())
@@ -316,7 +312,6 @@ def test_training_goes_on_from_a_checkpoint(stopped: Pair, tmp_path: Path) -> No
     assert_same(stopped.plain, stopped.plain_optimizer, stopped.session)
 
 
-@pytest.mark.sampled
 def test_a_forked_child_neither_waits_for_its_parents_updates_nor_does_them(stopped: Pair) -> None:
     def use() -> str:
         try:

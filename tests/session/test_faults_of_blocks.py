@@ -46,7 +46,6 @@ HOOKS = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, ZeroDivisionError])
 @pytest.mark.parametrize("where", ["forward", "backward", *HOOKS])
 def test_an_exception_in_a_block_leaves_the_session_usable_and_its_slots_free(where, raised, make_pair):

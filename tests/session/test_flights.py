@@ -59,7 +59,6 @@ def distances(plan: Plan) -> list[int]:
     return found + [len(plan.moments) - index for index in issued.values()]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
 @pytest.mark.parametrize("prefetch", [0, 1, 4, None])
 def test_transfers_begin_as_early_as_they_may_and_change_no_bit(

@@ -18,6 +18,7 @@ from patrickstar.plan.fit import minimum_bytes
 from tests.composed import Composed
 from tests.parity.architectures import ARCHITECTURES
 from tests.parity.zoo import CASES, micro_seed
+from tests.sampling import only
 from tests.session.builders import adamw, finish
 
 NO_FORECAST: dict[str, str] = {"penalised": "it differentiates a gradient (create_graph=True), which no forward shows"}
@@ -53,7 +54,7 @@ IN_THE_SUITE = ("longformer", "opt", "roberta", "wav2vec2")
 @pytest.mark.parametrize(
     "name",
     [
-        *CASES,
+        *only([*list(CASES)[::3], *NO_FORECAST, *LARGER_FORECAST], CASES),
         *IN_THE_SUITE,
         *(pytest.param(name, marks=pytest.mark.campaign) for name in ARCHITECTURES if name not in IN_THE_SUITE),
     ],

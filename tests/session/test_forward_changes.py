@@ -184,7 +184,6 @@ def trained(changing: MakeScript) -> MakeScript:
     return train
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("change", "kind", "step", "tiers"), list(cases()))
 def test_a_weight_that_the_forward_changes_has_the_bits_of_plain_pytorch(
     trained: MakeScript, tmp_path: Path, change: str, kind: str, step: str, tiers: str
@@ -206,7 +205,6 @@ class WithLoss(Changing):
         return super().forward(x).float().square().mean()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["fp32", *KINDS])
 @pytest.mark.parametrize("change", ["embedding", "clamp", "view"])
 def test_what_the_forward_changes_is_foreseen_and_planned(change: str, kind: str) -> None:
@@ -255,7 +253,6 @@ class Sometimes(Changing):
         return super().forward(x)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("first", [0, 1], ids=["foreseen and not done", "done and not foreseen"])
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16-fp32"])
 def test_a_change_that_depends_on_more_than_shapes(trained: MakeScript, kind: str, first: int) -> None:
@@ -310,7 +307,6 @@ def checkpointed(reentrant: bool) -> Changing:
     return Changing(run)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("kind", ["fp32", *KINDS])
 def test_a_block_that_is_computed_again_changes_its_weights_again(
@@ -345,7 +341,6 @@ def test_a_weight_that_is_changed_after_it_was_saved_is_an_error_as_in_pytorch(m
 # tiles and tables
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["fp32", *KINDS])
 @pytest.mark.parametrize("change", ["embedding", "by_index"])
 def test_tables_in_tiles_that_the_forward_changes(trained: MakeScript, change: str, kind: str) -> None:
@@ -502,17 +497,18 @@ def test_a_change_by_hand_whose_master_cannot_be_reached_is_no_change(
 
 
 @pytest.mark.parametrize(
-    "kind", [*(pytest.param(kind, marks=pytest.mark.campaign) for kind in ("fp32", "bf16")), "bf16-fp32"]
+    ("kind", "apart"),
+    [*(pytest.param(kind, 1, marks=pytest.mark.campaign) for kind in ("fp32", "bf16", "bf16-fp32")), ("bf16-fp32", 5)],
 )
 def test_a_change_whose_master_cannot_be_reached_is_no_change(
-    changing: MakeScript, faulty: FaultyIO, on_disk: dict[str, Any], kind: str
+    changing: MakeScript, faulty: FaultyIO, on_disk: dict[str, Any], kind: str, apart: int
 ) -> None:
-    """A disk that fails at any transfer of a forward and backward: the same step can be done again."""
+    """A disk that fails at any transfer of a forward and backward: the same step can be done again. `apart`: transfers between two tries."""
     failed = 0
     while True:
         script = changing(kind, partial(Changing, "clamp"), **on_disk)
         script.run("train(2)")
-        arm(faulty, "preadv", errno.EIO, after=failed)
+        arm(faulty, "preadv", errno.EIO, after=apart * failed)
         try:
             script.model(batch(2).to(script.plain.compute)).square().mean().backward()
         except DeviceError:

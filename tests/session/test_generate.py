@@ -121,7 +121,6 @@ def peak_of(name: str, way: str) -> int:
         return session.stats().peak["device"]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("disk", [False, True], ids=["device", "disk"])
 @pytest.mark.parametrize("share", [75, 50])
 @pytest.mark.parametrize("way", WAYS)

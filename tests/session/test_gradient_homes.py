@@ -201,7 +201,6 @@ Machine = Callable[[int], dict[str, Any]]
 # what is needed, to the byte
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kind", KEPT)
 def test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough(
@@ -232,7 +231,6 @@ def test_with_a_byte_less_than_twelve_a_parameter_below_one_unit_rests_where_it_
     script.run("train(2) read")
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "precision"), [kind for kind in SOME if kind[0] != "none"])
 def test_a_byte_less_than_the_gradients_that_wait_is_refused_before_the_first_forward(
     kind: str, precision: str, machine: Machine
@@ -473,7 +471,6 @@ def test_a_disk_that_nothing_rests_on_yet_takes_gradients(make: Make, tmp_path: 
 # the host alone
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kind", KEPT)
 def test_the_host_alone_takes_twelve_bytes_a_parameter_the_gradients_that_wait_and_activations(
@@ -522,7 +519,6 @@ def test_the_host_alone_refuses_what_cannot_be_traced_unless_every_gradient_has_
 # forecasts
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "precision"), SOME)
 def test_a_forecast_has_the_peaks_and_the_moves_of_a_run(kind: str, precision: str, machine: Machine) -> None:
     build, kept = KEPT[kind]

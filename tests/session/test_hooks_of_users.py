@@ -134,7 +134,6 @@ def hooked(model: Hooked, register: Callable[[Hooked, Seen], Any]) -> Iterator[S
         yield seen
 
 
-@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("before", [False, True], ids=["after manage", "before manage"])
 @pytest.mark.parametrize(

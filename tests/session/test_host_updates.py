@@ -56,7 +56,6 @@ def tiers_of(session: patrickstar.Session) -> Counter[Tier]:
     )
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("machine", ["emulated", "emulated+disk"])
 @pytest.mark.parametrize("choice", [ON_HOST, ON_DEVICE, IN_TURN], ids=["host", "device", "in turn"])
 @pytest.mark.parametrize("prefetch", [0, 2, None])
@@ -71,7 +70,6 @@ def test_no_bit_depends_on_where_a_chunk_is_updated(
     pair.expect_same()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("choice", [ON_HOST, ON_DEVICE, IN_TURN], ids=["host", "device", "in turn"])
 @pytest.mark.parametrize("prefetch", [0, 2, None])
 @pytest.mark.parametrize("lanes", LANES)

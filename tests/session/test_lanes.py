@@ -27,7 +27,6 @@ from tests.lanes import LANES
 from tests.session.builders import EMULATED, MACHINES, MakePair, Pair, backward
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("when", LANES)
 def test_no_bit_depends_on_when_works_end(when: str, machine: str, make_pair: MakePair, tmp_path: Path) -> None:
@@ -116,7 +115,6 @@ def interrupted() -> Iterator[type[Interrupted]]:
     Interrupted.at = frozenset()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("at", [1, 2, 5, 9, 14, (3, 4)], ids=str)
 @pytest.mark.parametrize("prefetch", [0, None])
@@ -160,7 +158,6 @@ def test_after_an_interruption_steps_are_planned_again(
     pair.expect_same()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("number", [1, 4, 11])
 def test_an_interruption_between_a_wait_and_its_note_is_settled(
     number: int, moving: Pair, monkeypatch: pytest.MonkeyPatch
@@ -213,7 +210,6 @@ class Lines:
         return self._line
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(2, 12))])
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
 @pytest.mark.parametrize("machine", ["cpu+disk", "emulated"])

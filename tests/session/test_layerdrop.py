@@ -151,7 +151,6 @@ def smallest_accepted(build: Callable[[], nn.Module], act: Callable[..., Tensor]
     return refusal.value.smallest_bytes
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("how", "probability", "recomputes", "step", "tiers"),
     [

@@ -147,7 +147,6 @@ def trained(name: str, nbytes: int, disk: Path, machine: str, step: str) -> tupl
     return STEPS, None
 
 
-@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
 @pytest.mark.parametrize("machine", ["cpu", "cpu+disk", "emulated"])

@@ -99,7 +99,6 @@ ACTS: dict[str, Callable[[nn.Module, Any], object]] = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("where", [*MACHINES, "without a bound", "in_backward"])
 @pytest.mark.parametrize("act", ACTS)
 def test_what_is_done_there_is_what_the_next_step_goes_on_from(

@@ -67,7 +67,6 @@ def test_updates_are_part_of_the_next_forward_in_the_order_in_which_it_needs_the
     pair.expect_same()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("zero", ["optimizer", "model", "by hand", "before backward", "never"])
 def test_gradients_that_are_let_go_of_are_not_written_back_and_others_stay(zero: str, moving: Pair) -> None:
 
@@ -122,7 +121,6 @@ def _refused(pair: Pair) -> None:
         pair.model(batch(rows=2000))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("look", LOOKS)
 def test_whoever_looks_finds_the_model_updated(look: str, pending: Pair, tmp_path: Path) -> None:
     LOOKS[look](pending, tmp_path)
@@ -131,7 +129,6 @@ def test_whoever_looks_finds_the_model_updated(look: str, pending: Pair, tmp_pat
     pending.train_same(3, first=3)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("lanes", LANES)
 def test_an_evaluation_in_inference_mode_finds_the_model_updated(
@@ -166,7 +163,6 @@ def test_an_error_of_the_user_in_the_middle_of_a_forward_loses_no_update(pending
     pending.train_same(3, first=3)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("zero", [False, True])
 def test_a_forward_that_is_left_half_way_and_a_step_after_it(zero: bool, moving: Pair) -> None:
     moving.train(2)

@@ -18,6 +18,7 @@ from patrickstar.errors import StateError
 from tests.parity import oracle
 from tests.parity.oracle import Types, narrow
 from tests.ranks import Team, all_well
+from tests.sampling import only
 from tests.session.masters import KINDS, in_kind
 
 STEPS = 3
@@ -148,8 +149,8 @@ def train(
 
 
 ROWS = [
-    ("mlp", 1, None, True, {}),
-    ("mlp", 2, 1e-3, True, {}),
+    pytest.param("mlp", 1, None, True, {}, marks=pytest.mark.campaign),
+    pytest.param("mlp", 2, 1e-3, True, {}, marks=pytest.mark.campaign),
     ("mlp", 3, None, False, {}),
     ("experts", 2, 1e-3, False, {}),
     ("tied", 2, None, True, {}),
@@ -158,7 +159,6 @@ ROWS = [
 ]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "parts", "clip", "syncs", "arguments"), ROWS)
 def test_ranks_train_with_the_bits_of_one_process_that_has_all_gradients(
     ranks: Team, name: str, parts: int, clip: float | None, syncs: bool, arguments: dict[str, Any], tmp_path: Path
@@ -201,7 +201,6 @@ def overflow(rank: int, where: str, dynamic: bool) -> list[Any]:
     return seen
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("where", "dynamic"), [("on rank 1", True), ("in an element", False)])
 def test_an_overflow_on_any_rank_skips_the_step_on_all(ranks: Team, where: str, dynamic: bool) -> None:
     first, *others = all_well(ranks.run(overflow, where, dynamic))
@@ -228,8 +227,7 @@ def clamp(rank: int, kind: str) -> Any:
         return before, {key: value.clone() for key, value in session.state_dict().items()}, shown
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", only(("bf16-fp32", "fp16"), KINDS))
 def test_a_change_by_hand_becomes_the_masters_of_the_elements_that_change(ranks: Team, kind: str) -> None:
     types = Types.of(kind)
     assert types is not None

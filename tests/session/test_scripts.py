@@ -164,20 +164,17 @@ def runs(lines: Sequence[str], *, fp16: bool = True) -> list[tuple[str, str, str
     ]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("line", "kind", "machine"), runs(LINES + ADDING))
 def test_a_line_means_what_it_means_in_plain_pytorch(line: str, kind: str, machine: str, tmp_path: Path) -> None:
     run(line, kind, **PLACES[machine](tmp_path / "disk"))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("line", "kind", "machine"), runs(IN_BACKWARD, fp16=False))
 def test_so_it_does_where_updates_come_in_backward(line: str, kind: str, machine: str, tmp_path: Path) -> None:
     run(line, kind, step="in_backward", **PLACES[machine](tmp_path / "disk"))
 
 
 @pytest.mark.whole
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("step", "line", "kind", "machine"),
     [
@@ -193,13 +190,11 @@ def test_so_it_does_where_parameters_keep_their_bytes(step: str, line: str, kind
         assert script.session.stats().binding == "whole"
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("line", "kind", "machine"), runs(ADAPTED))
 def test_so_it_does_for_adapters_beside_a_frozen_base(line: str, kind: str, machine: str, tmp_path: Path) -> None:
     run(line, kind, Adapted, **PLACES[machine](tmp_path / "disk"))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("step", "line", "kind", "machine"),
     [
@@ -215,7 +210,6 @@ def test_so_it_does_in_tiles(step: str, line: str, kind: str, machine: str, tmp_
     run(line, kind, step=step, given={"tile_rows": 8}, **place)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("memory", ["64MiB", 25 * SLOT, TIGHT])
 @pytest.mark.parametrize("kind", KINDS)
 def test_masters_come_back_whole(kind: str, memory: str | int) -> None:
@@ -223,7 +217,6 @@ def test_masters_come_back_whole(kind: str, memory: str | int) -> None:
     run("forward backward step zero forward backward step zero", kind, device="emulated", device_memory=memory)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("host_slots", [12, 18, 22, 23, 25, 26])
 def test_a_host_that_holds_all_but_wider_gradients_has_the_disk_for_them(
@@ -233,7 +226,6 @@ def test_a_host_that_holds_all_but_wider_gradients_has_the_disk_for_them(
     run("forward backward forward backward step zero train", kind, **place)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_that_are_said_to_add_up_do_so_in_fp32(kind: str) -> None:
     step = "forward backward forward backward forward backward step zero"
@@ -323,7 +315,7 @@ def any_words(examples: int) -> None:
 
 
 def test_no_program_has_other_bits_under_a_session() -> None:
-    any_words(examples=20)
+    any_words(examples=8)
 
 
 @pytest.mark.campaign

@@ -160,7 +160,6 @@ def expect_executed_as_simulated(
         assert found == [], f"{found}\n{stretch.plan}\n{stretch.trace}"
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("step", ["deferred", "in_backward"])
 @pytest.mark.parametrize("eviction", ["next-use", "lru"])
 def test_what_is_done_is_what_the_plan_says(
@@ -202,7 +201,6 @@ def test_plan_and_trace_are_those_of_the_last_training_step(pair: Pair) -> None:
     assert pair.session.plan.digest() == plan.digest(), "in the long run a step is as the one before"
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "tiers"),
     [
@@ -370,7 +368,7 @@ IN_16_BITS: Mapping[str, tuple[str, ...]] = {
 """What each model adds: modules of a library with attention; tied weights; a weight of several chunks; frozen and thawed parameters."""
 
 IN_BRIEF = ("conv", "tied", "adapted")
-"""Those that `make test` runs in 16 bits, and in fp32 every second one beside these and the exceptions; `make test-full` runs all."""
+"""Those that `make test` runs in 16 bits, and in fp32 every fourth one beside these and the exceptions; `make test-full` runs all."""
 ALWAYS = (*IN_BRIEF, *NOT_PLANNED, *BYTES_DIFFER)
 
 
@@ -379,7 +377,7 @@ ALWAYS = (*IN_BRIEF, *NOT_PLANNED, *BYTES_DIFFER)
     ("name", "kind"),
     [
         *(
-            pytest.param(name, "fp32", marks=[pytest.mark.campaign] if number % 2 and name not in ALWAYS else [])
+            pytest.param(name, "fp32", marks=[pytest.mark.campaign] if number % 4 and name not in ALWAYS else [])
             for number, name in enumerate(CASES)
         ),
         *(
@@ -468,7 +466,6 @@ def test_backwards_that_update_come_to_repeat_themselves(slots: int, make_pair: 
     pair.expect_same()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("tier", ["emulated", "cpu+disk", "emulated+disk"])
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("slots", [12, 20])

@@ -47,7 +47,6 @@ def script(request: pytest.FixtureRequest, make_script: MakeScript, tmp_path: Pa
     return made
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("given", "gradient"), [({}, 2), ({"accumulate": 3}, 4)])
 @pytest.mark.parametrize("machine", [{"device": "emulated", "device_memory": "64MiB"}, {"host_memory": "1GiB"}])
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,7 +103,6 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
@@ -147,7 +145,6 @@ def test_an_overflow_is_found_as_gradients_are_when_the_scaler_looks(
     assert len(script.session.optimizer.state) == 12 * updates
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "change", ["clamp", "by_init", "by_index", "by_data", "by_flag", "by_lookup", "by_out", "foreach"]
 )
@@ -170,7 +167,6 @@ WAITING = {"device": "emulated", "device_memory": TIGHT + 4 * SLOT}
 """Where fp32 computes, gradients of all layers wait for the end of a backward."""
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("backwards", [1, 2, None], ids=["1", "2", "2, which was not said"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_which_only_a_backward_inside_of_another_tells(

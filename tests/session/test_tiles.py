@@ -168,7 +168,6 @@ def test_a_write_between_forward_and_backward_is_told():
             loss.backward()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-fp32"])
 @pytest.mark.parametrize(
     "change",

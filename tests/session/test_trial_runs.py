@@ -187,7 +187,6 @@ def with_layer(change: Callable[[nn.Module], Any]) -> Model:
     return model
 
 
-@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("machine", [ROOMY, EMULATED], ids=["roomy", "tight"])
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -135,7 +135,6 @@ def test_a_step_that_is_closed_is_about_what_has_come_alone() -> None:
 # where there is room
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("kind", ["fp32", "bf16"])
 def test_chunks_are_updated_whole_in_the_order_in_which_their_last_gradients_come(
@@ -191,7 +190,6 @@ def test_the_smallest_budget_is_that_of_the_other_way(whole: MakePair) -> None:
     assert not updated(pair)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("choice", [None, APART], ids=["whole", "apart"])
 @pytest.mark.parametrize("numel", [1024, 2048, 4096])
 @pytest.mark.parametrize("name", ["tied", "branches", "adapted", "thawed", "scalars"])
@@ -280,7 +278,6 @@ LOOKS: dict[str, Callable[[Pair, Any], Any]] = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("budget", [TIGHT, ROOM, 24 * SLOT])
 @pytest.mark.parametrize("look", LOOKS)
 def test_whoever_looks_in_the_middle_of_a_backward_changes_no_bit(look: str, budget: int, whole: MakePair) -> None:
@@ -331,7 +328,6 @@ def test_a_copy_that_is_held_while_its_gradient_arrives_shows_the_update(
     alike(whole, act, build, kind=kind, choices=(None, ON_DEVICE), with_options={"compute": "fp32"})
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("chunk", range(LAYERS))
 @pytest.mark.parametrize("at", [4, 6, 8, 10])
 @pytest.mark.parametrize("budget", [ROOM, 10 * SLOT])
@@ -446,7 +442,6 @@ def test_a_second_backward_before_the_step_is_refused(keep: bool, whole: MakePai
     pair.train_same(2, first=3)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("look", ["nothing", "close", *LOOKS_BETWEEN])
 def test_whoever_looks_between_backward_and_step_finds_the_model_updated(
     look: str, whole: MakePair, tmp_path: Any
@@ -467,7 +462,6 @@ def test_whoever_looks_between_backward_and_step_finds_the_model_updated(
     pair.train_same(2, first=3)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 @pytest.mark.parametrize("after", range(0, 24, 4))
 def test_a_transfer_that_fails_in_the_backward_leaves_no_update_half_done(

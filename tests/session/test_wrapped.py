@@ -76,9 +76,14 @@ def around(rank: int, wraps: Wraps, first: bool) -> tuple[list[str], dict[str, t
     ("wraps", "first", "named"),
     [
         ((without_sync, DistributedDataParallel, prepared), False, "DistributedDataParallel, around a managed model"),
-        ((DistributedDataParallel,), True, "Sequential was called by DistributedDataParallel"),
+        pytest.param(
+            (DistributedDataParallel,),
+            True,
+            "Sequential was called by DistributedDataParallel",
+            marks=pytest.mark.campaign,
+        ),
         ((a_part,), True, "Sequential was called by DistributedDataParallel"),
-        ((flat,), False, "by FSDP, around a managed model"),
+        pytest.param((flat,), False, "by FSDP, around a managed model", marks=pytest.mark.campaign),
         ((sharded,), False, "by FSDP, around a managed model"),
     ],
     ids=["after", "before", "a part", "FSDP", "FSDP2"],
