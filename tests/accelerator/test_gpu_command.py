@@ -65,7 +65,7 @@ def test_a_stage_runs_and_each_test_leaves_a_line(tmp_path: Path) -> None:
 def test_a_test_that_fails_is_named_with_its_reason(tmp_path: Path) -> None:
     """A kernel that takes its time is what the test device lacks: a test that needs one fails there, and the others pass."""
     (tmp_path / "sitecustomize.py").write_text(BEFORE_TORCH)
-    chosen = "waiting_on_the_device_keeps_no_thread or mapping_does_not_wait"
+    chosen = "waiting_on_the_device_keeps_no_thread or stream_has_a_number"
     done = run("--out", str(tmp_path), "traps", "--", "-n", "0", "-k", chosen, path=tmp_path)
     assert done.returncode == 1
     assert "traps: 1 failed, 1 passed in" in done.stdout
