@@ -8,7 +8,7 @@ from typing import Final
 
 from patrickstar.memory.links import MakeLane, lanes_of
 from patrickstar.memory.thread_lane import StressedLane, ThreadLane
-from patrickstar.testing.manual_lane import ManualLane, RandomLane
+from tests.manual_lane import ManualLane, RandomLane
 
 
 def _in_random_order(seed: int, works: int = 1) -> MakeLane:

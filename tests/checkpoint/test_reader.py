@@ -10,8 +10,8 @@ import torch
 
 from patrickstar.checkpoint.reader import open_step
 from patrickstar.errors import CheckpointError
-from patrickstar.testing.faults import FaultyIO, Short
 from tests.checkpoint.samples import contents, flip, same_bits, same_tensor, sample, write
+from tests.faults import FaultyIO, Short
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from patrickstar.checkpoint.reader import newest_intact, open_step
 from patrickstar.checkpoint.storage import write_step
 from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.errors import CheckpointError, ConfigError, DeviceError
-from patrickstar.testing.faults import Fails, FaultyIO
 from tests.checkpoint.faults import FaultyFiles
 from tests.checkpoint.samples import contents, in_pieces, same_bits, same_tensor, sample, write
+from tests.faults import Fails, FaultyIO
 
 
 def steps(directory: Path) -> list[int]:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from patrickstar.checkpoint.staged_files import FileWriter
 from patrickstar.errors import DeviceError
 from patrickstar.memory.fileio import FileIO, two_blocks
-from patrickstar.testing.faults import FaultyIO, Short
 from tests.checkpoint.faults import NotDirect
+from tests.faults import FaultyIO, Short
 
 LANE = ThreadPoolExecutor(1)
 BLOCKS = two_blocks(4096)

@@ -8,7 +8,7 @@ import pytest
 from patrickstar.cli import doctor as module
 from patrickstar.cli.main import main
 from patrickstar.memory.allocator import allocator
-from patrickstar.testing.faults import Fails, FaultyIO
+from tests.faults import Fails, FaultyIO
 from tests.forked import run_script
 
 

@@ -12,8 +12,8 @@ from patrickstar.cli.main import main
 from patrickstar.cli.together import Tried, largest
 from patrickstar.memory.process import resident_bytes
 from patrickstar.parallel import costs
-from patrickstar.testing.faults import Fails, FaultyIO
 from patrickstar.units import MIB
+from tests.faults import Fails, FaultyIO
 
 COMMON = {
     "vocab_size": 512,

@@ -14,9 +14,9 @@ from patrickstar.memory.arena import Arena
 from patrickstar.memory.lanes import DONE
 from patrickstar.memory.mapping import HUGE_PAGE_BYTES, reserve
 from patrickstar.memory.process import resident_bytes
-from patrickstar.testing.manual_lane import ManualLane
 from patrickstar.units import KIB, MIB
 from tests.forked import in_forked_child
+from tests.manual_lane import ManualLane
 
 # Odd multiples of 8 KiB too: the layout gives such slots, and they share huge pages.
 SLOT_BYTES = pytest.mark.parametrize("slot_bytes", [4 * MIB, 5 * MIB, 3 * MIB + 8 * KIB, MIB + 8 * KIB])

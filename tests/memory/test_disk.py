@@ -21,8 +21,8 @@ from patrickstar.errors import BudgetError, DeviceError, StateError
 from patrickstar.memory.disk import DiskPool, remove_stale_files
 from patrickstar.memory.fileio import ALIGNMENT, FileIO
 from patrickstar.memory.mapping import reserve
-from patrickstar.testing.faults import Fails, FaultyIO, Short
 from patrickstar.units import MIB
+from tests.faults import Fails, FaultyIO, Short
 from tests.forked import in_forked_child
 from tests.memory.light import PRELUDE, run
 

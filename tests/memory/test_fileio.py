@@ -11,7 +11,7 @@ import pytest
 from patrickstar.errors import CheckpointError, DeviceError
 from patrickstar.memory.fileio import FileIO, reported
 from patrickstar.memory.mapping import reserve
-from patrickstar.testing.faults import Fails, FaultyIO, Short
+from tests.faults import Fails, FaultyIO, Short
 
 PAGE = 4096
 IO = pytest.mark.parametrize(

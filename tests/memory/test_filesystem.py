@@ -11,7 +11,7 @@ import pytest
 from patrickstar.errors import DeviceError
 from patrickstar.memory.disk import remove_stale_files
 from patrickstar.memory.filesystem import expect_usable, free_bytes, kept_in_memory, prepare_directory
-from patrickstar.testing.faults import Fails, FaultyIO
+from tests.faults import Fails, FaultyIO
 
 
 def test_a_directory_is_made_where_its_parent_exists_and_kept_where_it_does(tmp_path):

@@ -24,8 +24,8 @@ from patrickstar.errors import DeviceError, StateError
 from patrickstar.memory.lanes import InlineLane, Lane
 from patrickstar.memory.links import lanes_of
 from patrickstar.memory.thread_lane import Job, PacedLane, StressedLane, ThreadLane, Workers
-from patrickstar.testing.manual_lane import ManualLane, RandomLane
 from tests.forked import in_forked_child
+from tests.manual_lane import ManualLane, RandomLane
 
 LANES: dict[str, Callable[[], Lane]] = {
     "inline": InlineLane,

@@ -15,7 +15,7 @@ from patrickstar.memory.store import ChunkStore
 from patrickstar.memory.thread_lane import ThreadLane
 from patrickstar.plan.actions import Drop, Issue, Wait, Work
 from patrickstar.plan.residency import InvariantError
-from patrickstar.testing.manual_lane import ManualLane
+from tests.manual_lane import ManualLane
 from tests.memory.stores import SLOT_BYTES, store_of
 
 D, H = Tier.DEVICE, Tier.HOST

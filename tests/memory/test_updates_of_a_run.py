@@ -13,7 +13,7 @@ from patrickstar.errors import DeviceError
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.lanes import Lane
 from patrickstar.plan.actions import Drop, Issue, Wait, Work
-from patrickstar.testing.manual_lane import ManualLane
+from tests.manual_lane import ManualLane
 from tests.memory.stores import SLOT_BYTES, store_of
 
 D, H = Tier.DEVICE, Tier.HOST

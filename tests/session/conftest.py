@@ -13,8 +13,8 @@ import pytest
 
 from patrickstar.core.planes import STEP
 from patrickstar.plan.actions import Issue
-from patrickstar.testing.faults import FaultyIO
 from patrickstar.tracing.seen_operations import show_to, shown_to
+from tests.faults import FaultyIO
 from tests.session.builders import MACHINES, Pair, store_of
 from tests.session.script import Script
 from tests.session.test_exceptions import Trips

@@ -16,7 +16,7 @@ import torch
 
 import patrickstar
 from patrickstar import DeviceError, StateError
-from patrickstar.testing.faults import Fails, FaultyIO, Short
+from tests.faults import Fails, FaultyIO, Short
 from tests.parity.compare import same_bits
 from tests.session.builders import (
     MACHINES,

@@ -20,9 +20,9 @@ from patrickstar.plan.actions import Wait
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.update_choice import UpdateChoice
-from patrickstar.testing.manual_lane import ManualLane
 from tests.composed import Composed
 from tests.forked import in_forked_child
+from tests.manual_lane import ManualLane
 from tests.session.builders import (
     MACHINES,
     SLOT,

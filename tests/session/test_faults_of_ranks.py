@@ -20,7 +20,7 @@ import patrickstar
 from patrickstar.comm.ranks import Ranks
 from patrickstar.errors import BudgetError, ConfigError, DeviceError, RankError, StateError
 from patrickstar.session.checks import expect_a_gpu_each
-from patrickstar.testing.faults import Fails, FaultyIO
+from tests.faults import Fails, FaultyIO
 from tests.ranks import Ended, Team, all_well, kill_me
 from tests.sampling import only
 from tests.session.test_ranks import DEFAULTS, build, inputs, loss_of, mlp, plain

@@ -22,9 +22,9 @@ from patrickstar.memory.lanes import Lane, Task, Ticket
 from patrickstar.memory.thread_lane import ThreadLane
 from patrickstar.plan.actions import Issue, Wait, is_copy
 from patrickstar.plan.plan import Plan
-from patrickstar.testing.faults import FaultyIO
-from patrickstar.testing.manual_lane import ManualLane
+from tests.faults import FaultyIO
 from tests.forked import in_forked_child
+from tests.manual_lane import ManualLane
 from tests.session.builders import (
     LAYERS,
     MACHINES,

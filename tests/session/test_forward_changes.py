@@ -20,8 +20,8 @@ import patrickstar
 from patrickstar import DeviceError, StateError
 from patrickstar.core.planes import REST, WEIGHT
 from patrickstar.core.trace import Moment, Phase, Trace
-from patrickstar.testing.faults import FaultyIO
 from tests.composed import Composed
+from tests.faults import FaultyIO
 from tests.session import changes
 from tests.session.builders import (
     CHUNK,

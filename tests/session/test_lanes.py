@@ -21,9 +21,9 @@ from patrickstar.memory.thread_lane import ThreadLane
 from patrickstar.plan import residency
 from patrickstar.plan.actions import Issue
 from patrickstar.plan.residency import Residency
-from patrickstar.testing.manual_lane import ManualLane
 from patrickstar.units import MIB
 from tests.lanes import LANES
+from tests.manual_lane import ManualLane
 from tests.session.builders import EMULATED, MACHINES, MakePair, Pair, backward
 
 

@@ -16,8 +16,8 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.trace import Phase
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.manage import assemble
-from patrickstar.testing.manual_lane import ManualLane
 from tests.lanes import LANES
+from tests.manual_lane import ManualLane
 from tests.session.builders import (
     EMULATED,
     LAYERS,

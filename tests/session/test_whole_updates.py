@@ -21,10 +21,10 @@ from patrickstar.plan.actions import Issue
 from patrickstar.plan.touches import step_trace
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.step.pending_step import PendingStep
-from patrickstar.testing.faults import FaultyIO
-from patrickstar.testing.manual_lane import ManualLane
 from tests.composed import Composed
+from tests.faults import FaultyIO
 from tests.lanes import LANES
+from tests.manual_lane import ManualLane
 from tests.parity.zoo import CASES
 from tests.session.builders import (
     LAYERS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from patrickstar.config.problems import refuse
+from patrickstar.config.kinds import refuse
 from patrickstar.parallel.group import MeshGroup
 from patrickstar.parallel.tensor_2d import grid_of
 from patrickstar.parallel.transformer_models import Parallelized

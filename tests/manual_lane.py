@@ -28,7 +28,7 @@ class ManualLane:
         """Works issued and not yet done."""
         return len(self._pending)
 
-    def issue(self, work: Task, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:  # noqa: ARG002
+    def issue(self, work: Task, after: Collection[Ticket] = (), *, nbytes: int = 0) -> Ticket:
         if self._closed:
             return CompletedTicket(StateError("the lane is closed"))
         ticket = ManualTicket(self, work, tuple(after))
