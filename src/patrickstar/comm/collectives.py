@@ -103,7 +103,7 @@ class Collectives:
     def exchange(self, out: torch.Tensor, parts: torch.Tensor, what: str) -> Ticket:
         """Has `out` [p * n] get the pieces of all ranks' `parts` [p * n] that are for this one, in their order."""
         assert (out.numel(), out.dtype) == (parts.numel(), parts.dtype)
-        own = parts[: parts.numel() // self._ranks.size]
+        own = parts.view(-1)[: parts.numel() // self._ranks.size]
         return _carry(self, "exchange", what, own, lambda: self._transport.exchange(out, parts))
 
     def reduce(
@@ -131,7 +131,7 @@ class Collectives:
                 for theirs in of_all:
                     mine.bitwise_or_(theirs)
 
-        return _carry(self, "reduce", what, partial[: out.numel()], act, also=f", {len(flags or ())} flags")
+        return _carry(self, "reduce", what, partial.view(-1)[: out.numel()], act, also=f", {len(flags or ())} flags")
 
     def agree(self, value: _T, what: str, *, within_s: float = math.inf) -> list[_T]:
         """The values of all ranks, in their order, by pickle; waits for them, and no longer than so: all calls of all ranks fail then."""
