@@ -14,8 +14,8 @@ MORE = 1.02
 """Of what is planned: padding, and the few pages that a session takes beside its data."""
 
 
-IN_BRIEF = ("bf16-in-backward", "bf16-whole-in-backward")
-"""Those that `make test` measures; `make test-full` measures all."""
+IN_BRIEF = ("bf16-in-backward",)
+"""What `make test` measures; `make test-full` measures all."""
 
 
 @pytest.mark.slow

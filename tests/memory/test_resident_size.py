@@ -75,7 +75,7 @@ def test_a_short_life_in_little_memory_stays_within_it(allocator: str, tmp_path:
     expect_within(budget, run)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.skipif(
     not computes_bf16(), reason="kernels of 16 bits are kept on processors that have instructions for them"
 )

@@ -28,7 +28,7 @@ from tests.parallel.programs_of_2d import batch_of, gpt2, llama
 from tests.ranks import Ended, Team, Teams, all_well, kill_me, team
 from tests.session.test_rank_checkpoints import caught, spoil
 
-STEPS = 4
+STEPS = 3
 ROOMY, TIGHT = "8MiB", {"gpt2": "136KiB", "llama": "104KiB"}
 MODELS: dict[str, Callable[[int], nn.Module]] = {"gpt2": gpt2, "llama": llama}
 NAMES = ("dp", "row", "col")
