@@ -198,7 +198,7 @@ def test_parameters_that_keep_their_bytes_have_the_same_bits(
     assert_parity(row, tmp_path, accelerator, schedule_of(row), binding=binding_of(row))
 
 
-IN_BLOCKS = [row for row in ROWS if row.tile_rows is None]
+IN_BLOCKS = [row for row in ROWS if row.tile_rows is None and row.model != "function"]  # which has no modules
 
 
 @pytest.mark.blocks

@@ -56,7 +56,7 @@ class TokenLayout:
         return SeenBlock(ALL, slice(local // 2)) if source < rank else SeenBlock(slice(local // 2, None), ALL)
 
     def halves(self, local: int, *, is_causal: bool) -> tuple[list[SeenBlock], list[SeenBlock]]:
-        """What a rank sees of its own `local` tokens, in two parts of equal work; of one rank, all of it in the first."""
+        """The block of a rank's own `local` tokens, in two parts of equal work; of one rank, all of it in the first."""
         early, late = slice(local // 2), slice(local // 2, None)
         if self.size == 1 or local < 2:
             return [SeenBlock(ALL, ALL, is_causal)], []

@@ -38,7 +38,8 @@ class OptimizerTarget:
         if self.parts.binding.is_whole:
             self.parts.binding.whole.take_back()
         self.parts.training.step()
-        self.parts.sent.step_ended()
+        if self.parts.sent.groups or self.parts.sent.shared is not None:
+            self.parts.sent.step_ended()
         if events.handed_out.watched:  # what is written to that memory from now on comes after this update
             self.parts.executor.settle()
 
