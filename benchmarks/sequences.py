@@ -84,7 +84,6 @@ def attention_of(pipe: Connection, rank: int, size: int, store: str, arguments: 
     cuts = {name: ContextParallel(mesh["cp"], layout=name) for name in ("zigzag", "contiguous")}  # type: ignore[arg-type]
     torch.manual_seed(0)
     whole = [torch.randn(1, HEADS, arguments.tokens, HEAD_SIZE) for _ in range(4)]
-    local = arguments.tokens // size
 
     def parts_of(name: str) -> list[Tensor]:
         own = [cuts[name].shard(each, dim=2) for each in whole]
@@ -100,15 +99,17 @@ def attention_of(pipe: Connection, rank: int, size: int, store: str, arguments: 
             out = cuts["contiguous" if way == "contiguous" else "zigzag"].attention(q, k, v, is_causal=True)
         return list(torch.autograd.grad(out, (q, k, v), grad))
 
-    pipe.send({"flops": product_flops()})
+    pipe.send("ready")
     while (asked := pipe.recv()) is not None:
         way, pace = asked
+        if way == "products":
+            pipe.send({"seconds": product_flops()})
+            continue
         with hops(way, pace):
             pipe.send({"seconds": timed(lambda way=way: run(way))})
         if way == "gathered" and pace:  # once: both say the same
             for one, other in zip(run("zigzag"), run("gathered"), strict=True):
                 assert (one - other).abs().max() < 1e-4, "a ring and what is gathered differ"
-    assert local * size == arguments.tokens
     dist.destroy_process_group()
 
 
@@ -232,6 +233,7 @@ def sequences(size: int, arguments: argparse.Namespace) -> dict[str, Any]:
     def ask(way: str, pace: float = 0.0) -> float:
         return max(answer["seconds"] for answer in team.ask((way, pace)))
 
+    speed = ask("products")
     ask("gathered", 1.0)
     alone = min(ask("alone") for _ in range(3))
     pace = 0.5 * alone / (3 * (size - 1))  # N-1 hops forward, N-1 and N-1 backward
@@ -239,14 +241,14 @@ def sequences(size: int, arguments: argparse.Namespace) -> dict[str, Any]:
         for way in WAYS if number % 2 else reversed(WAYS):
             seconds[way].append(ask(way, pace if way == "paced" else 0.0))
     team.end()
-    pairs = (
-        4.5 * 2 * HEADS * HEAD_SIZE * arguments.tokens**2 / 2 / size
-    )  # of products: two forward, five backward, of which one again
-    row = {
+    flops = (
+        14 * HEADS * HEAD_SIZE * arguments.tokens**2 / 2 / size
+    )  # two products forward, five backward, of half of all pairs
+    row: dict[str, Any] = {
         "ranks": size,
         "tokens": arguments.tokens,
-        "flops": 3.5 / 4.5 * pairs * 2,
-        "seconds": {w: statistics.median(s) for w, s in seconds.items()},
+        "seconds": {way: statistics.median(taken) for way, taken in seconds.items()},
+        "roof_seconds": flops / speed,
     }
     for name, way, beside in (
         ("zigzag", "zigzag", "contiguous"),
@@ -259,6 +261,10 @@ def sequences(size: int, arguments: argparse.Namespace) -> dict[str, Any]:
             f"{size} ranks, {way} / {beside}: {row[name]['ratio']:.2f} ({' to '.join(f'{r:.2f}' for r in row[name]['interval'])})",
             flush=True,
         )
+    print(
+        f"{size} ranks: {row['seconds']['zigzag']:.2f} s in zigzag, {row['roof_seconds']:.2f} s for its products",
+        flush=True,
+    )
     return row
 
 
@@ -301,7 +307,7 @@ def layers_of(pipe: Connection, rank: int, size: int, store: str) -> None:
     )
     blocks = Tensor2D(square["row", "col"])
     models: dict[str, nn.Module] = {"2d": blocks.parallelize(llama()), "1d": in_1d(llama(), line["tp"])}
-    pipe.send({"flops": product_flops()})
+    pipe.send("ready")
     while (asked := pipe.recv()) is not None:
         side, rows, tokens = asked
         ids = torch.randint(VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(0))

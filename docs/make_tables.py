@@ -20,7 +20,11 @@ from places import fill
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "steps.md", ROOT / "docs" / "ranks.md")
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "docs" / "steps.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("ranks", "long-sequences", "tensor-2d")),
+)
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -191,11 +195,54 @@ def ranks() -> str:
     return "\n".join([before, "", heads, "|---" * 6 + "|", *rows])
 
 
+def sequences() -> str:
+    """Ways of attention over ranks, beside each other."""
+    found = result("sequences")
+    machine, rows = found["machine"], found["sequences"]
+    before = paragraph(
+        f"Causal attention, forward and backward, of one sequence of {rows[0]['tokens']} tokens (8 heads of 64, fp32), by ranks over gloo that",
+        f"share one machine ({machine['cores']} cores, {machine['cpu'].strip()}, torch {machine['torch']}): medians of ratios of runs in",
+        "turn, with their 90 % interval. Paced hops take half as long, in all, as computing. `python benchmarks/sequences.py` measures it on yours.",
+    )
+    cells = [
+        f"| {row['ranks']} | {row['seconds']['zigzag']:.2f} | {' | '.join(ratio(row[way]) for way in ('zigzag', 'gathered', 'paced'))} |"
+        for row in rows
+    ]
+    heads = (
+        "| ranks | zigzag, s | of contiguous parts | of gathering keys and values first | paced hops, of nothing sent |"
+    )
+    return "\n".join([before, "", heads, "|---" * 5 + "|", *cells])
+
+
+def blocks() -> str:
+    """Blocks beside 1D tensor parallelism."""
+    found = result("sequences")
+    before = paragraph(
+        "Forward and backward of a Llama (4 layers of 512) on 4 ranks over gloo that share one machine, in 2 x 2 blocks, and under torch's 1D tensor",
+        "parallelism: medians of runs taken in turn, their ratio with its 90 % interval, and what a rank sends.",
+    )
+    cells = [
+        f"| {row['tokens']} ({row['tokens_over_hidden']:g} h) | {row['seconds']['2d']:.2f} | {row['seconds']['1d']:.2f} | {ratio(row)} "
+        f"| {row['sent']['2d'] / MIB:.0f} and {row['sent']['1d'] / MIB:.0f} MiB |"
+        for row in found["blocks"]
+    ]
+    heads = "| tokens | 2D, s | 1D, s | ratio | sent, 2D and 1D |"
+    return "\n".join([before, "", heads, "|---" * 5 + "|", *cells])
+
+
+def ratio(row: Mapping[str, Any]) -> str:
+    """A ratio, and its interval."""
+    low, high = row["interval"]
+    return f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "what trains under a cap": what_trains_under_a_cap,
     "what fits where": what_fits_where,
     "steps": steps,
     "ranks": ranks,
+    "sequences": sequences,
+    "blocks": blocks,
 }
 
 

@@ -10,7 +10,7 @@ from tests.session.kills import draw, kill_and_load, main, undisturbed
 @pytest.mark.slow
 def test_the_newest_complete_checkpoint_loads_whenever_ranks_are_killed() -> None:
     want, events = undisturbed()
-    for victim, at, kills_all in draw(9, 3, events):
+    for victim, at, kills_all in draw(9, 5, events):
         kill_and_load(want, victim, at, kills_all)
 
 
