@@ -199,10 +199,11 @@ def test_parameters_that_keep_their_bytes_have_the_same_bits(
 
 
 IN_BLOCKS = [row for row in ROWS if row.tile_rows is None and row.model != "function"]  # which has no modules
+OF_BLOCKS = [row for row in IN_BLOCKS if row.model in ("gpt2", "llama", "bert")]
 
 
 @pytest.mark.blocks
-@pytest.mark.parametrize("row", at_once(IN_BLOCKS, cover(IN_BLOCKS, every(("step",)))), ids=str)
+@pytest.mark.parametrize("row", at_once(IN_BLOCKS, cover(OF_BLOCKS, every(("step",)))), ids=str)
 def test_parameters_that_are_there_while_a_block_runs_have_the_same_bits(
     row: Row, tmp_path: Path, accelerator: Accelerator
 ) -> None:

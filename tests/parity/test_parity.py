@@ -156,10 +156,11 @@ def test_parameters_that_keep_their_bytes_have_the_same_bits(row: Row, tmp_path:
 
 
 IN_BLOCKS = sorted((row for row in PAIRS if row.tile_rows is None), key=quick_first)
+OF_BLOCKS = [row for row in IN_BLOCKS if row.model in ("gpt2", "llama", "bert")]
 
 
 @pytest.mark.blocks
-@pytest.mark.parametrize("row", at_once(IN_BLOCKS, cover(IN_BLOCKS, every(("step",), ("checkpointing",)))), ids=str)
+@pytest.mark.parametrize("row", at_once(IN_BLOCKS, cover(OF_BLOCKS, every(("step",), ("checkpointing",)))), ids=str)
 def test_parameters_that_are_there_while_a_block_runs_have_the_same_bits(row: Row, tmp_path: Path) -> None:
     outcome, _, expected = run(row, tmp_path)
     assert_moved(row, outcome, expected)
