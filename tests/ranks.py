@@ -60,6 +60,7 @@ class Team:
 
         Those that have not answered by then are killed, and those that it can do `without` once all others have.
         """
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             with suppress(OSError):  # it has ended
                 pipe.send((act, arguments))
@@ -75,7 +76,15 @@ class Team:
                 if rank not in answers and self._pipes[rank].poll():
                     answers[rank] = self._answer(rank)
         self.has_all = not any(isinstance(answer, Ended) for answer in answers.values())
+        self._signal(
+            signal.SIGSTOP
+        )  # gloo's threads wake up a hundred times a second, one for each group that there has been
         return [answers[rank] for rank in range(self.size)]
+
+    def _signal(self, which: signal.Signals) -> None:
+        for process in self._processes:
+            if process.is_alive() and process.pid:
+                os.kill(process.pid, which)
 
     def _answer(self, rank: int) -> Any:
         try:
