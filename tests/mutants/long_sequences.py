@@ -13,6 +13,7 @@ MODELS = "tests/parallel/test_models.py"
 MODEL = f"{MODELS}::test_models_over_ranks_are_those_of_one"
 REFUSED = f"{MODELS}::test_what_is_not_right_is_refused_before_anything_is_sent"
 COUNTED = "tests/parallel/test_traffic.py::test_bytes_are_those_of_the_formulas[2]"
+HOPS = "tests/session/test_long_sequences.py"
 BACKWARD = "parallel.ring:_RingAttention.backward"
 
 LONG_SEQUENCES: tuple[Mutant, ...] = (
@@ -34,6 +35,17 @@ LONG_SEQUENCES: tuple[Mutant, ...] = (
     ),
     Fault("keys of the first hop are used again in backward", BACKWARD).by(
         replace("unpacked(pair, k, v)", "(k, v)"), OF_TWO
+    ),
+    Fault("the other half of a rank's own block is left out", BACKWARD).by(
+        replace("ring.layout.halves(q.shape[2], is_causal=ring.is_causal)", "(_[0], [])"), OF_TWO
+    ),
+    Fault("half of a rank's own tokens see what comes after them", "parallel.layouts:TokenLayout.halves").by(
+        replace("SeenBlock(late, late, is_causal=True)", "SeenBlock(late, late)"),
+        f"{ATTENTION}::test_the_two_parts_of_a_ranks_own_block_have_each_pair_once[5-True]",
+    ),
+    Fault("who waits in a hop looks at nobody", "parallel.group:MeshGroup._has_ended").by(
+        drop("for look in self.looks: ..."),
+        f"{HOPS}::test_what_ends_a_rank_in_a_hop_is_an_error_on_all_that_names_it_and_the_layer[stalls-was at collective]",
     ),
     Fault("labels are shifted after the cut", "parallel.cut_batches:cut").by(
         replace(

@@ -82,6 +82,10 @@ TRAINING: tuple[Mutant, ...] = (
         replace("self.steps[name]", "max(self.steps.values())", nth=2),
         "tests/session/test_departures.py::test_a_module_called_twice_or_not_at_all[not at all]",
     ),
+    Fault("parts-of-one-tensor-share-a-count-of-changes", "step.training_deferred:SixteenBitGradients.arrived").by(
+        never("gradient.untyped_storage().nbytes() > gradient.nbytes"),
+        "tests/session/test_whole_sixteen.py::test_gradients_that_are_parts_of_one_tensor_are_rounded_each_by_itself",
+    ),
     Fault("a-parameter-without-gradient-is-updated", "step.training_deferred:DeferredTraining.step").by(
         without("name in self.in_chunks.names"),
         f"{GRADIENTS}::test_a_frozen_parameter_and_an_unused_one_have_none",

@@ -49,4 +49,4 @@ def test_no_bit_depends_on_the_budget_of_ranks_that_share_batches(row: Row, team
         one = groups[rank * len(groups) // row.world]
         assert [*map(float, outcome.record.losses)] == pytest.approx([*map(float, one.losses)], abs=2e-5)
         if outcome.record.norms:  # clipped by hand
-            assert [*map(float, outcome.record.norms)] == pytest.approx([*map(float, one.norms)], rel=1e-5)
+            assert [*map(float, outcome.record.norms)] == pytest.approx([*map(float, one.norms)], rel=1e-6)
