@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -331,9 +331,11 @@ def reduce_scatter(group: Backend, out: torch.Tensor, pieces: torch.Tensor) -> W
     return group._reduce_scatter_base(out, pieces)  # type: ignore[attr-defined]
 
 
-def all_to_all(group: Backend, out: torch.Tensor, pieces: torch.Tensor) -> Work:
-    """Begins to send each rank of such a group its piece, and to receive, in `out`, a piece of each."""
-    return group.alltoall_base(out, pieces, [], [])  # type: ignore[attr-defined]
+def all_to_all(
+    group: Backend, out: torch.Tensor, pieces: torch.Tensor, received: Sequence[int] = (), sent: Sequence[int] = ()
+) -> Work:
+    """Begins to send each rank of such a group its piece, and to receive, in `out`, a piece of each: so many elements, or as many of each."""
+    return group.alltoall_base(out, pieces, list(received), list(sent))  # type: ignore[attr-defined]
 
 
 def process_group_of(given: Any) -> ProcessGroup:

@@ -25,7 +25,7 @@ from tests.ranks import kill_me, stop_me
 
 def all_there(*, timeout_s: float = 600.0) -> Collectives:
     """Collectives of ranks that have all come; from there on they wait that long."""
-    made = Collectives(Ranks())
+    made = Collectives(Ranks.of_group())
     made.agree(b"", "all are there")
     made._timeout_s = timeout_s
     return made
@@ -153,7 +153,7 @@ def counted(rank: int, size: int) -> tuple[int, int, int]:
 def in_a_group(rank: int) -> list[Any]:
     """The shards of the two ranks of one row of a mesh of four; and the error where those of the second row do different things."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))["dp"]
-    made = Collectives(Ranks(mesh.mesh.tolist()))
+    made = Collectives(Ranks.of_group(mesh.mesh.tolist()))
     out = torch.zeros(2)
     made.gather(out, torch.tensor([float(rank)]), "layer").wait()
     shards = out.tolist()

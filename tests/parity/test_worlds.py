@@ -77,7 +77,8 @@ def in_its_budget(team: Team, row: Row, directory: Path) -> list[Outcome]:
         return train_all(team, row, {}, directory)
     if row.budget == "minimum":
         return least(team, row, directory)
-    outcomes = least(team, row, directory, steps=1)
+    # What is thawed on the way needs more than a first step shows.
+    outcomes = least(team, row, directory, steps=STEPS if row.model == "thawed" else 1)
     return train_all(team, row, {tier: 3 * smallest // 2 for tier, smallest in outcomes[0].limits.items()}, directory)
 
 

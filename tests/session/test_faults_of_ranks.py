@@ -482,7 +482,7 @@ def test_a_budget_refused_on_one_rank_is_refused_on_all(three: Team) -> None:
 
 
 def on_one_gpu(rank: int) -> None:
-    ranks = Ranks()
+    ranks = Ranks.of_group()
     for well in (["A", "B", "C"], ["", "", ""]):
         expect_a_gpu_each(well, ranks)
     with pytest.raises(

@@ -47,7 +47,7 @@ class World(ExitStack):
         from patrickstar.comm.ranks import Ranks, begin_process_group
 
         self.callback(begin_process_group())
-        self.joined = AllRanks(collectives := Collectives(Ranks()))
+        self.joined = AllRanks(collectives := Collectives(Ranks.of_group()))
         self.callback(collectives.close)
 
     def __exit__(self, *error: Any) -> bool | None:

@@ -16,6 +16,7 @@ import pickle
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -100,11 +101,39 @@ class Collectives:
         assert (out.numel(), out.dtype) == (self._ranks.size * shard.numel(), shard.dtype)
         return _carry(self, "gather", what, shard, lambda: self._transport.gather(out, shard))
 
-    def exchange(self, out: torch.Tensor, parts: torch.Tensor, what: str) -> Ticket:
-        """Has `out` [p * n] get the pieces of all ranks' `parts` [p * n] that are for this one, in their order."""
+    def exchange(
+        self,
+        out: torch.Tensor,
+        parts: torch.Tensor,
+        what: str,
+        *,
+        flags: bytearray | None = None,
+        kind: str = "exchange",
+        then: Task | None = None,
+    ) -> Ticket:
+        """Has `out` [p * n] get the pieces of all ranks' `parts` [p * n] that are for this one, in their order.
+
+        Args:
+            flags: each byte becomes the bitwise or of those of all ranks. kind, then: see `reduce`, which does `then` with what has come.
+        """
+        size = self._ranks.size
         assert (out.numel(), out.dtype) == (parts.numel(), parts.dtype)
-        own = parts.view(-1)[: parts.numel() // self._ranks.size]
-        return _carry(self, "exchange", what, own, lambda: self._transport.exchange(out, parts))
+        own = parts.view(-1)[: parts.numel() // size]
+
+        def act() -> None:
+            works = []
+            if flags is not None:
+                mine = torch.frombuffer(flags, dtype=torch.uint8)
+                of_all = mine.new_empty(size, len(flags))
+                works.append(all_gather(self._ranks.group, as_bytes(of_all), mine))
+            self._transport.exchange(out, parts, works)
+            if then is not None:
+                then()
+            if flags is not None:
+                for theirs in of_all:
+                    mine.bitwise_or_(theirs)
+
+        return _carry(self, kind, what, own, act, also=f", {len(flags or ())} flags")
 
     def reduce(
         self, out: torch.Tensor, partial: torch.Tensor, into: torch.Tensor, what: str, *, flags: bytearray | None = None
@@ -114,24 +143,29 @@ class Collectives:
         Args:
             into: to receive into: as `partial`, whose type travels. flags: each byte becomes the bitwise or of those of all ranks.
         """
-        size = self._ranks.size
         assert out.dtype is torch.float32
-        assert partial.numel() == into.numel() == size * out.numel()
-        assert partial.dtype is into.dtype
+        assert partial.numel() == self._ranks.size * out.numel()
+        rows = into.view(self._ranks.size, -1)
+
+        def add() -> None:
+            sum_in_rank_order(out, rows, averaged=self._ranks.averaged)
+
+        return self.exchange(into, partial, what, flags=flags, kind="reduce", then=add)
+
+    def redistribute(
+        self, out: torch.Tensor, given: torch.Tensor, received: Sequence[int], sent: Sequence[int], what: str
+    ) -> Ticket:
+        """Has each rank get its part of `given` [n], and `out` [m] what is for this one, in rank order.
+
+        Args:
+            received, sent: how many elements come from each rank, and go to each, this one included.
+        """
 
         def act() -> None:
-            works = []
-            if flags is not None:
-                mine = torch.frombuffer(flags, dtype=torch.uint8)
-                of_all = mine.new_empty(size, len(flags))
-                works.append(all_gather(self._ranks.group, as_bytes(of_all), mine))
-            self._transport.exchange(into, partial, works)
-            sum_in_rank_order(out, into.view(size, -1), averaged=self._ranks.averaged)
-            if flags is not None:
-                for theirs in of_all:
-                    mine.bitwise_or_(theirs)
+            self._transport.redistribute(out, given, received, sent)
+            self.sent_bytes += (sum(sent) - sent[self._ranks.rank]) * given.element_size()
 
-        return _carry(self, "reduce", what, partial.view(-1)[: out.numel()], act, also=f", {len(flags or ())} flags")
+        return self._issue("redistribute", what, str(given.dtype), self._transport.after_now(given.device, act))
 
     def agree(self, value: _T, what: str, *, within_s: float = math.inf) -> list[_T]:
         """The values of all ranks, in their order, by pickle; waits for them, and no longer than so: all calls of all ranks fail then."""

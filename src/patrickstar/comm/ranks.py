@@ -29,13 +29,15 @@ def begin_process_group() -> Callable[[], None]:
 
 
 class Ranks:
-    """The ranks of a process group, as seen by one of them. One process by itself has none.
+    """Ranks that share something, as seen by one of them. One process by itself has none.
 
     Args:
-        members: their numbers in the program, in order; all of them by default. averaged: how many of them have batches of their own.
+        numbers: by which the whole program knows them, in order. rank: this one's place among them. store: that all of them have, and the prefix of
+            what they share there, which nobody else uses. averaged: how many of them have batches of their own. local_size: see below.
 
     Attributes:
         rank, size: this one's place among them, and how many there are. averaged: what their summed gradients are divided by.
+        local_size: number of processes on this machine that share its budgets.
         store: what they share from the start, asked over a connection of our own: nobody else's waiting holds it up. It gives up after seconds.
         group: of our own, of gloo, once it is open. It stands in no list of torch's: others' groups may come and go at the same time, in any order.
     """
@@ -43,29 +45,42 @@ class Ranks:
     group: dist.ProcessGroupGloo
     _of_gpus: dist.ProcessGroupNCCL | None = None
 
-    def __init__(self, members: Sequence[int] | None = None, *, averaged: int | None = None) -> None:
-        world = dist.group.WORLD
-        assert world is not None, "there is no process group"
-        self._members = list(range(world.size()) if members is None else members)
-        self.rank, self.size = self._members.index(world.rank()), len(self._members)
+    def __init__(
+        self,
+        numbers: Sequence[int],
+        rank: int,
+        store: tuple[dist.Store, str],
+        *,
+        averaged: int | None = None,
+        local_size: int = 1,
+    ) -> None:
+        self._numbers = list(numbers)
+        self.rank, self.size, self.local_size = rank, len(self._numbers), local_size
         self.averaged = self.size if averaged is None else averaged
-        digest = hashlib.sha256(str(self._members).encode()).hexdigest()[:16]
-        store, who = world.get_group_store(), f"patrickstar/{digest}"
-        # Each rank counts for itself how often it has been here with these: alike on all that do the same.
-        name = f"{who}/{store.add(f'{who}/times/{self.rank}', 1)}"
+        shared, name = store
         # Kept: where its server is in this process, it ends with its last user.
-        self._store_to_open_with = dist.PrefixStore(name, store)
-        self.store = dist.PrefixStore(name, cast(Any, store).clone())  # torch has no type for it
+        self._store_to_open_with = dist.PrefixStore(name, shared)
+        self.store = dist.PrefixStore(name, cast(Any, shared).clone())  # torch has no type for it
         self.store.set_timeout(_STORE_TIMEOUT)
 
-    @property
-    def local_size(self) -> int:
-        """Number of processes of the program on this machine, as torchrun says; all of them, where nobody does."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    @classmethod
+    def of_group(cls, members: Sequence[int] | None = None, *, averaged: int | None = None) -> Ranks:
+        """The ranks of the default process group. `members`: those of them that are meant, by their numbers there; all of them by default."""
+        world = dist.group.WORLD
+        assert world is not None, "there is no process group"
+        numbers = list(range(world.size()) if members is None else members)
+        rank = numbers.index(world.rank())
+        digest = hashlib.sha256(str(numbers).encode()).hexdigest()[:16]
+        store, who = world.get_group_store(), f"patrickstar/{digest}"
+        # Each rank counts for itself how often it has been here with these: alike on all that do the same.
+        name = f"{who}/{store.add(f'{who}/times/{rank}', 1)}"
+        # As torchrun says; all of them, where nobody does.
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world.size()))
+        return cls(numbers, rank, (store, name), averaged=averaged, local_size=local_size)
 
     def numbers(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """The numbers by which the whole program knows these ranks, in order."""
-        return tuple(self._members[rank] for rank in sorted(ranks))
+        return tuple(self._numbers[rank] for rank in sorted(ranks))
 
     def names(self, ranks: Sequence[int]) -> str:
         """`rank 3`, or `ranks 1, 3`, for messages."""
@@ -125,7 +140,7 @@ def ranks_of(mesh: Any, used: Mapping[str, int]) -> tuple[MakeRanks | None, Make
     ]
     if mesh is None:
         refuse(problems, of="manage")
-        return Ranks if there and dist.get_world_size() > 1 else None, None
+        return Ranks.of_group if there and dist.get_world_size() > 1 else None, None
     if not there:
         problems.append("mesh= without a process group: call torch.distributed.init_process_group() first")
     elif mesh.get_coordinate() is None:
@@ -146,6 +161,6 @@ def ranks_of(mesh: Any, used: Mapping[str, int]) -> tuple[MakeRanks | None, Make
     members = (mesh if shares == names else mesh[shares]).mesh.flatten().tolist()
     is_cut = any(name in _OF_BLOCKS for name in used)
     return (
-        partial(Ranks, members, averaged=mesh["dp"].size()) if len(members) > 1 else None,
-        partial(Ranks, mesh.mesh.flatten().tolist()) if is_cut else None,
+        partial(Ranks.of_group, members, averaged=mesh["dp"].size()) if len(members) > 1 else None,
+        partial(Ranks.of_group, mesh.mesh.flatten().tolist()) if is_cut else None,
     )

@@ -63,6 +63,14 @@ class Transport:
         """Has `out` get each rank's part of `parts` that is for this one, in their order. `also`: works that are to end, too."""
         self._move(lambda *given: [all_to_all(*given)], out, parts, also)
 
+    def redistribute(self, out: Tensor, given: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
+        """Has each rank get its part of `given`, and `out` what is for this one: so many elements of each. On the host, or by way of it."""
+        here, width = out if out.is_cpu else torch.empty_like(out, device="cpu"), out.element_size()
+        splits = [[width * numel for numel in numels] for numels in (received, sent)]
+        self._finish(all_to_all(self._ranks.group, as_bytes(here), as_bytes(given.cpu()), *splits))
+        if here is not out:
+            out.copy_(here)
+
     def _move(
         self,
         begin: Callable[[Backend, Tensor, Tensor], list[dist.Work]],

@@ -86,6 +86,7 @@ class Binding:
         dtypes: what parameters are of while they are managed, by name; fp32 where it says nothing.
         copied: the parameters whose uses see a copy (Note [Copies] in `memory/leases.py`). gradients: where gradients go.
         device: where parameters are used; None: where they are now. rewriting: who keeps more of parameters than they show, if anybody does.
+        strides: of parameters that have no bytes now, by name.
 
     Attributes:
         by_name: records of the parameters. records: records of parameters and tiles. names: of the parameters, by `id()`.
@@ -110,13 +111,14 @@ class Binding:
         device: torch.device | None = None,
         whole: bool = False,
         rewriting: Rewriting | None = None,
+        strides: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         self.owner = owner
         self.is_whole = whole
         self.device = device
         self.kept_bytes: Callable[[], int] = int  # of gradients that wait for those of other ranks
         self.leases = leases
-        self.records = make_records(named, layout, dtypes=dtypes, copied=copied, device=device)
+        self.records = make_records(named, layout, dtypes=dtypes, copied=copied, device=device, strides=strides)
         self.by_name = {name: self.records[name] for name in named}
         self.names = names_by_id(named)
         by_id = {id(bound.parameter): bound for bound in self.records.values()}

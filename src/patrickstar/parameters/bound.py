@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -121,12 +122,13 @@ def make_records(
     dtypes: Mapping[str, torch.dtype],
     copied: Collection[str],
     device: torch.device | None = None,
+    strides: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> dict[str, BoundParameter]:
     """Records by name: of each parameter, and after it of its tiles.
 
     Args:
         dtypes: types of parameters while they are managed, by name; fp32 where there is none. copied: the parameters whose uses see a copy.
-        device: where uses are; None: where the parameters are.
+        device: where uses are; None: where the parameters are. strides: of those whose bytes are elsewhere, by name.
     """
     nans: dict[torch.dtype, Tensor] = {}
     shards = layout if isinstance(layout, ShardLayout) else None
@@ -137,7 +139,7 @@ def make_records(
             nans[dtype] = placeholder(dtype, device or parameter.device)
         tiles = _tiles(name, parameter, layout, nan=nans[dtype], is_copied=name in copied)
         shape = parameter.shape
-        stride = contiguous_strides(shape) if tiles else dense_strides(shape, parameter.stride())
+        stride = contiguous_strides(shape) if tiles else dense_strides(shape, strides.get(name) or parameter.stride())
         records[name] = BoundParameter(
             name,
             name,

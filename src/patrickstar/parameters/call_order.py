@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import pairwise
 from typing import Final, NamedTuple
 
@@ -74,6 +75,7 @@ class CallOrder:
     Attributes:
         where: words for the use under way, where it is not one by a forward or a backward: all ranks have it, or none.
         there: the weights that are gathered, by block; "" for what no block owns. blocks: those of the model, in its order.
+        heard: the calls since somebody began a list of them; None: there is none.
         next_blocks: the block that comes after another, in forwards and in backwards (True): in the model's order, until calls have shown another.
     """
 
@@ -93,34 +95,40 @@ class CallOrder:
         self.blocks = tuple(dict.fromkeys(block for block in map(layout.block, names) if block))
         self.next_blocks = {(False, one): other for one, other in pairwise(self.blocks)}
         self.next_blocks |= {(True, other): one for one, other in pairwise(self.blocks)}
+        self.heard: list[Callable[[], object]] | None = None
         self._last = (False, "")
         self._in_backward = ""
         self._calls: dict[str, set[int]] = {}  # those of the last forward whose backward has not begun
 
     def use(self, touches: Iterable[Touch]) -> Sequence[Touch]:
         """Has the blocks of these weights there. What a use of them touches then: nothing."""
-        for block in dict.fromkeys(self._layout.block_of(touch.ref.chunk) for touch in touches):
-            self._use(block)
+        blocks = dict.fromkeys(self._layout.block_of(touch.ref.chunk) for touch in touches)
+        self._hear(partial(self._use_all, blocks))
+        self._use_all(blocks)
         return ()
 
     def begin_forward(self) -> None:
         """Begins a forward of the model, which gathers the same whatever came before it."""
+        self._hear(self.begin_forward)
         self.end_backward()
         if "" in self._layout.chunks_of:
             self._use("")
 
     def begin_call(self, block: str, *, in_backward: bool) -> None:
         """Begins a call of a block, or its recomputation."""
+        self._hear(partial(self.begin_call, block, in_backward=in_backward))
         self._use(block)
         if not in_backward:
             self._begin(block, in_backward=False)
 
     def await_backward(self, block: str, call: int) -> None:
         """Notes that a call has made what has a backward."""
+        self._hear(partial(self.await_backward, block, call))
         self._calls.setdefault(block, set()).add(call)
 
     def begin_backward(self, block: str, call: int) -> None:
         """Begins the backward of a call of a block."""
+        self._hear(partial(self.begin_backward, block, call))
         self._use(block)
         self._calls.get(block, set()).discard(call)
         left, self._in_backward = self._in_backward, block
@@ -140,6 +148,14 @@ class CallOrder:
     def forget(self) -> None:
         """Notes that weights have other values, or are not needed."""
         self.there.clear()
+
+    def _hear(self, call: Callable[[], object]) -> None:
+        if self.heard is not None:
+            self.heard.append(call)
+
+    def _use_all(self, blocks: Iterable[str]) -> None:
+        for block in blocks:
+            self._use(block)
 
     def _use(self, block: str) -> None:
         if block not in self.there:

@@ -11,7 +11,7 @@ Source: sharding of model states is ZeRO's (Rajbhandari et al., 2020); by chunks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import NamedTuple
@@ -74,25 +74,33 @@ class Nobody:
         self.sent_bytes += self._others * out.numel() * partial.element_size()
         return DONE
 
+    def exchange(self, out: Tensor, parts: Tensor, what: str, *, flags: bytearray | None = None) -> Ticket:  # noqa: ARG002
+        self.sent_bytes += self._others * (parts.nbytes // (self._others + 1))
+        return DONE
+
     def agree(self, value: bytes, what: str) -> list[bytes]:  # noqa: ARG002
         return [value]
 
 
 class Travel(NamedTuple):
-    """The type that weights are kept in, in which they go to other ranks, and that in which the gradients of a backward do."""
+    """The type that weights are kept in, in which they go to other ranks, and that in which the gradients of a backward do.
+
+    `in_parts`: whether each backward is of one part of a step, whose gradients are added to those of the parts before, one after the other.
+    """
 
     kept: torch.dtype = torch.float32
     sent: torch.dtype = torch.float32
+    in_parts: bool = False
 
 
 class Sent(NamedTuple):
-    """A chunk of gradients on its way, of which this rank's share of the mean is there when `ticket` is done.
+    """A chunk of gradients on its way, of which this rank's share is there when `ticket` is done: a row, the mean, or one of each rank.
 
     `tensors`: what is sent and received into, which stay for so long whenever they have been: a trace has them.
     """
 
     chunk: int
-    share: Tensor
+    rows: Tensor
     ticket: Ticket
     tensors: tuple[Tensor, Tensor]
 
@@ -102,14 +110,14 @@ class Exchange:
 
     Attributes:
         order: is told of calls, and says what is exchanged. others: with whom. binding: of the parameters, given once it is made.
-        take: adds this rank's shares of gradients of these parameters to those in chunks, given with it.
+        take: adds this rank's shares of gradients to those in chunks: which rows of them, by parameter, and by chunk the rows.
         came: gradients of the backward under way that no reduction has taken, by name.
         postpones: how many contexts say that gradients are not to be reduced. kept: those that wait for that, in fp32, by name.
         has_waited: whether there has been such a context since gradients were last reduced.
     """
 
     binding: Binding
-    take: Callable[[Collection[str], Iterable[tuple[int, Tensor]]], None]
+    take: Callable[[Mapping[str, Sequence[int]], Iterable[tuple[int, Tensor]]], None]
 
     def __init__(
         self,
@@ -202,7 +210,7 @@ class Exchange:
         names = [name for name in self._names_in[block] if self.binding.by_name[name].parameter.requires_grad]
         with self.ours():
             gradients = self._ready(names)
-            self._flags = bytearray(name in gradients for name in names)
+            self._flags = self._said(bytes(name in gradients for name in names))
             self._sent = list(self._reduce(self.layout.chunks_of[block], names, gradients, flags=self._flags))
         self._sent_names = names
 
@@ -211,8 +219,9 @@ class Exchange:
         sent, self._sent = self._sent, []
         if sent:
             sent[0].ticket.wait()
-            names = [name for name, is_there in zip(self._sent_names, self._flags, strict=True) if is_there]
-            self.take(names, _shares(sent))
+            size = len(self._sent_names)
+            of_all = [self._flags[start : start + size] for start in range(0, len(self._flags), size)]
+            self.take(self._rows(self._sent_names, of_all), _shares(sent))
 
     def end_backward(self) -> None:
         """Ends a backward, or a step: all gradients that have come are reduced, or kept where they are to wait."""
@@ -224,10 +233,32 @@ class Exchange:
                 for name, gradient in gradients.items():
                     self.kept.add(name, gradient)
                 return
-            of_all = self.others.agree(bytes(name in gradients for name in known), "gradients")
-            names = [name for name, *there in zip(known, *of_all, strict=True) if any(there)]
-            self.take(names, _shares(self._reduce(range(self.layout.n_chunks), names, gradients)))
+            rows = self._rows(known, self.others.agree(bytes(name in gradients for name in known), "gradients"))
+            self.take(rows, _shares(self._reduce(range(self.layout.n_chunks), rows, gradients)))
             self.has_waited = False
+
+    def serve(self) -> None:
+        """Takes part in what the others exchange in a forward and its backward that this rank has not: what it has heard the last time, without gradients."""
+        heard, self.order.heard = self.order.heard, None
+        for call in heard or ():
+            call()
+        self.end_backward()
+        self.order.heard = heard
+
+    def _said(self, there: bytes) -> bytearray:
+        """The flags of this rank, in the place that is its own where ranks are told apart; those of the others come there."""
+        if not self._travel.in_parts:
+            return bytearray(there)
+        before, after = self.layout.rank, self.layout.size - self.layout.rank - 1
+        return bytearray(bytes(before * len(there)) + there + bytes(after * len(there)))
+
+    def _rows(self, names: Sequence[str], of_all: Iterable[Sequence[int]]) -> dict[str, tuple[int, ...]]:
+        """The rows that are to be added, by parameter, of those that have any: the mean, or those of the ranks that have a gradient."""
+        there = {
+            name: tuple(rank for rank, has in enumerate(flags) if has)
+            for name, *flags in zip(names, *of_all, strict=True)
+        }
+        return {name: ranks if self._travel.in_parts else (0,) for name, ranks in there.items() if ranks}
 
     def _ready(self, names: Collection[str]) -> dict[str, Tensor]:
         """The gradients of these parameters that have come, added to those that have waited."""
@@ -262,11 +293,15 @@ class Exchange:
                     if at + stop - start == flat.numel():
                         del came[name]
                     del flat
-            if received is None or received.dtype is not mine.dtype:  # one after the other
+            if self._travel.in_parts:
                 received = torch.empty_like(mine)
-            share = torch.empty(self.layout.chunk_numel, dtype=torch.float32, device=mine.device)
-            ticket = self.others.reduce(share, mine, received, f"c{chunk}", flags=flags)
-            yield Sent(chunk, share, ticket, (mine, received))
+                ticket, rows = self.others.exchange(received, mine, f"c{chunk}", flags=flags), received
+            else:
+                if received is None or received.dtype is not mine.dtype:  # one after the other
+                    received = torch.empty_like(mine)
+                rows = torch.empty(self.layout.chunk_numel, dtype=torch.float32, device=mine.device)
+                ticket = self.others.reduce(rows, mine, received, f"c{chunk}", flags=flags)
+            yield Sent(chunk, rows.view(-1, self.layout.chunk_numel), ticket, (mine, received))
             flags = None
             del mine
 
@@ -281,7 +316,7 @@ def _shares(under_way: Iterable[Sent]) -> Iterator[tuple[int, Tensor]]:
     for one in chain(under_way, [None]):
         if last is not None:
             last.ticket.wait()
-            if last.share.is_cuda:  # its memory is of the stream that has sent it
-                last.share.record_stream(torch.accelerator.current_stream(last.share.device))
-            yield last.chunk, last.share
+            if last.rows.is_cuda:  # its memory is of the stream that has sent it
+                last.rows.record_stream(torch.accelerator.current_stream(last.rows.device))
+            yield last.chunk, last.rows
         last = one

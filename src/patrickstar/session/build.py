@@ -5,9 +5,10 @@ The memory has homes for every unit, slots on each tier, and the lanes between t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -118,12 +119,14 @@ def build_step(
     choice: UpdateChoice = UpdateChoice(),  # noqa: B008  (frozen)
     collectives: Collectives | None = None,
     make_mesh: Callable[[Weights], MeshTensors] | None = None,
+    strides: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Parts:
     """The parts of a session over a store.
 
     Args:
         optimizer: whose groups say what is updated; None: weights alone are managed. choice: when chunks are updated.
         collectives: of the ranks that share the model; None: there is one. make_mesh: of a model in blocks: the whole tensors.
+        strides: of parameters that have no bytes now, by name.
     """
     layout, budgets, gradients, precision = setup.layout, setup.budgets, setup.gradients, setup.precision
     formats, memory, machine = setup.formats, setup.memory, budgets.machine
@@ -172,6 +175,7 @@ def build_step(
         device=budgets.stream_device,
         whole=not setup.by_use,
         rewriting=masters if precision.mixed else None,
+        strides=strides,
     )
     late_planes = LatePlanes(
         layout,
@@ -205,7 +209,9 @@ def build_step(
         executor=executor,
         planner=planner,
         budgets=budgets,
-        known=KnownForwards(fitting, budgets, late_planes, room, binding.taken_bytes, whole),
+        known=KnownForwards(
+            fitting, budgets, late_planes, room, binding.taken_bytes, whole, keeps_inputs=precision.travel.in_parts
+        ),
         blocks=Blocks(model, binding, events.order),
         whole=whole,
         late_planes=late_planes,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,17 +16,20 @@ from torch import nn
 
 from patrickstar.comm.all_ranks import AllRanks
 from patrickstar.comm.collectives import Collectives
+from patrickstar.comm.job import Job, job_of_environment
 from patrickstar.comm.ranks import Ranks, ranks_of
 from patrickstar.comm.transport import staging_bytes
 from patrickstar.config.arguments import MemoryOptions, check_arguments
 from patrickstar.config.kinds import refuse
 from patrickstar.config.options import LossScale, Options
 from patrickstar.core.machine import Tier
+from patrickstar.core.planes import GradientUse
+from patrickstar.core.shard_layout import RankOf
 from patrickstar.errors import BudgetError
-from patrickstar.hooks import watch_root
 from patrickstar.memory.filesystem import expect_usable
 from patrickstar.memory.links import MakeLane
 from patrickstar.optim.choose import choose_kernels
+from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.optim.user_optimizer import check_optimizer
 from patrickstar.parallel.group import MeshGroup
 from patrickstar.parallel.model_groups import groups_of
@@ -37,13 +39,15 @@ from patrickstar.parameters.transforms import expect_unwrapped
 from patrickstar.plan.fit import of_machine
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.adopt import take_over
-from patrickstar.session.buffers import fit_buffers
+from patrickstar.session.buffers import Kind, fit_buffers
 from patrickstar.session.build import build_memory, build_step
 from patrickstar.session.checks import check_model, expect_alike
 from patrickstar.session.close import Closing
+from patrickstar.session.ground import Ground, watch
 from patrickstar.session.loading import Loading
 from patrickstar.session.mesh_tensors import MeshTensors
 from patrickstar.session.parts import Parts
+from patrickstar.session.resizing import Resizing
 from patrickstar.session.scaler import LossScaler
 from patrickstar.session.session import Session
 from patrickstar.session.start import Setup, set_up
@@ -51,7 +55,6 @@ from patrickstar.session.step_bytes import StepBytes
 from patrickstar.step.budgets import find_resources, resolve_device
 from patrickstar.step.mesh_ranks import MeshRanks
 from patrickstar.step.resources import bound_kernels, uncounted_settings
-from patrickstar.step.training_deferred import DeferredTraining
 from patrickstar.step.values import Weights
 
 _log = logging.getLogger("patrickstar")
@@ -120,13 +123,18 @@ def assemble(
     """
     memory = check_arguments(**arguments)
     groups = groups_of(model) if isinstance(model, nn.Module) else {}
-    makers = ranks_of(memory.mesh, {name: group.size for name, group in groups.items()})
+    job = job_of_environment()
+    if job is None:
+        makers = ranks_of(memory.mesh, {name: group.size for name, group in groups.items()})
+    else:
+        _expect_elastic(memory, optimizer, groups)
+        makers = (partial(job.ranks, job.now) if job.rank >= 0 and job.now.size > 1 else None, None)
     # First of all: the others hear of whatever this rank refuses.
     made = [make and Collectives(make(), timeout_s=memory.options.collective_timeout) for make in makers]
     collectives, everyone = made
     try:
         return _assembled(
-            model, optimizer, memory, collectives, everyone, groups=groups, make_lane=make_lane, choice=choice
+            model, optimizer, memory, collectives, everyone, groups=groups, job=job, make_lane=make_lane, choice=choice
         )
     except BaseException as error:
         there = [one for one in made if one is not None]
@@ -146,6 +154,7 @@ def _assembled(
     everyone: Collectives | None,
     *,
     groups: Mapping[str, MeshGroup],
+    job: Job | None,
     make_lane: MakeLane | None,
     choice: UpdateChoice,
 ) -> Session:
@@ -171,8 +180,9 @@ def _assembled(
         trained=lambda p: optimizer is not None and (p.requires_grad or p.grad is not None or p in optimizer.state),
         trains=optimizer is not None,
         find_passes=choose_kernels,
-        ranks=ranks,
-        everyone=of_all,
+        ranks=ranks if job is None else None,
+        everyone=of_all if job is None else RankOf(0, 1, job.most),
+        sizes=() if job is None else range(job.least, job.most + 1),
     )
     if setup.budgets.host_binds and setup.budgets.machine.compute is Tier.HOST:
         bound_kernels(os.environ, set_aside_bytes=setup.budgets.machine.costs.set_aside_bytes)
@@ -183,6 +193,10 @@ def _assembled(
             "budget before the next is planned with it",
             " and ".join(uncounted),
         )
+    ground = Ground(model=model, named=named, optimizer=optimizer, setup=setup, make_lane=make_lane, choice=choice)
+    if job is not None and job.rank < 0:
+        return _waiting(ground, job)
+    setup = setup if job is None else setup.over(ranks)
     store = build_memory(setup, make_lane=make_lane)
     try:
         if collectives is not None:
@@ -192,10 +206,63 @@ def _assembled(
             model, named, optimizer, setup, store, choice=choice, collectives=collectives, make_mesh=make_mesh
         )
         parts = replace(parts, sent=StepBytes(groups, collectives))
-        return _begin(parts, optimizer, setup, source)
+        return _begin(parts, ground, setup, source, job)
     except BaseException:
         store.close()
         raise
+
+
+def _expect_elastic(
+    memory: MemoryOptions, optimizer: torch.optim.Optimizer | None, groups: Mapping[str, MeshGroup]
+) -> None:
+    """Raises ConfigError for what an elastic job cannot have."""
+    refused = {
+        "mesh=": memory.mesh is not None,
+        "a model that works together over a mesh": bool(groups),
+        'step="in_backward"': memory.step == "in_backward",
+        "Options(tile_rows=)": memory.options.tile_rows is not None,
+        "weights without an optimizer": optimizer is None,
+    }
+    refuse([f"{what} in an elastic job comes later" for what, asked in refused.items() if asked], of="manage")
+
+
+def _waiting(ground: Ground, job: Job) -> Session:
+    """A session of a process that is none of the ranks of its job yet: it has no states, and the model no values."""
+    session = Session(None, ground.setup.layout, None)
+    assert ground.optimizer is not None
+    buffers = fit_buffers(ground.model, ground.setup.precision, ground.setup.budgets.stream_device, ExitStack())
+    _attach(session, ground)
+    ground.optimizer.state.clear()
+    ground.lay_bare()
+    session.resizing = _resizing(session, ground, job, buffers)
+    return session
+
+
+def _attach(session: Session, ground: Ground) -> ManagedOptimizer | None:
+    """Has the session's optimizer, and what scales losses, stand in the place of the user's."""
+    original, setup = ground.optimizer, ground.setup
+    if original is None:
+        return None
+    managed = session.attach(original, names_by_id(ground.named))
+    if setup.precision.scales and setup.gradients is GradientUse.CHUNK:
+        scale = setup.memory.options.loss_scale or LossScale()
+        session.scaler = LossScaler(scale, session.present, managed, original)
+    return managed
+
+
+def _resizing(
+    session: Session, ground: Ground, job: Job, buffers: Mapping[str, Kind], hooks: ExitStack | None = None
+) -> Resizing:
+    timeout_s = ground.setup.memory.options.collective_timeout
+    return Resizing(
+        ground=ground,
+        job=job,
+        parts=session.present.parts,
+        installed=session.installed,
+        timeout_s=timeout_s,
+        buffers=buffers,
+        hooks=hooks or ExitStack(),
+    )
 
 
 def _mesh(
@@ -230,31 +297,25 @@ def expect_known_over_ranks(
     refuse(problems, of="manage")
 
 
-def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, source: Loading | None) -> Session:
+def _begin(parts: Parts, ground: Ground, setup: Setup, source: Loading | None, job: Job | None) -> Session:
     """The session over its parts: hooks on the model, the optimizer in its place, all values in chunks."""
-    model, named, store = parts.model, parts.named, parts.executor.store
+    model, named, store, original = parts.model, parts.named, parts.executor.store, ground.optimizer
     with ExitStack() as undo:  # whatever fails, model and optimizer are as before
-        root = watch_root(model, parts.events)
-        undo.callback(root.remove)
-        blocks = parts.stretches.blocks
-        undo.callback(blocks.remove)
-        if not parts.whole.why:
-            parts.whole.left = blocks.watch
-        else:
-            blocks.watch()
-        dtypes = {name: parameter.dtype for name, parameter in named.items()}
+        root = watch(parts, undo)
         buffers = fit_buffers(model, setup.precision, setup.budgets.stream_device, undo)
         if (everyone := parts.everyone) is not None:
             for group in parts.sent.groups.values():
                 group.looks.append(everyone.look)
                 undo.callback(group.looks.remove, everyone.look)
-        session = Session(parts, partial(Closing, parts, root, dtypes, buffers))
-        if original is not None:
-            managed = session.attach(original)
+        session = Session(parts, parts.layout, partial(Closing, parts, root, ground.dtypes, buffers))
+        managed = _attach(session, ground)
+        if managed is not None:
             undo.callback(managed.detach)
-            if setup.precision.scales and isinstance(parts.training, DeferredTraining):
-                scale = setup.memory.options.loss_scale or LossScale()
-                session.scaler = LossScaler(scale, parts.training, managed, original)
+        if job is not None:
+            hooks = ExitStack()
+            hooks.callback(root.remove)
+            hooks.callback(parts.stretches.blocks.remove)
+            session.resizing = _resizing(session, ground, job, buffers, hooks)
         if source is not None:
             source.prepare(named, store.state, setup.budgets, AllRanks(parts.collectives))
         take_over(parts, source, original)
@@ -262,9 +323,7 @@ def _begin(parts: Parts, original: torch.optim.Optimizer | None, setup: Setup, s
     if source is not None:
         source.finish()
     parts.events.session_name = repr(session)
-    # The store lives as long as anything can use the session: the model, the optimizer, or the session itself.
-    unclosed = "%s was never closed: its states are gone. Use `with patrickstar.manage(...) as session:`, or call session.close()"
-    session.unclosed = weakref.finalize(store, _log.warning, unclosed, repr(session))
+    session.expect_close()
     _log.info(
         "%r: %d chunks of %d elements; %s", session, parts.layout.n_chunks, parts.layout.chunk_numel, setup.budgets
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -13,12 +12,14 @@ import torch
 from torch import Tensor
 
 from patrickstar.checkpoint.lazy_state_dict import LazyStateDict
+from patrickstar.core.layout import Layout
 from patrickstar.core.trace import Trace
 from patrickstar.errors import ConfigError, RankError, StateError
 from patrickstar.memory.device_failure import noticed_at
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.plan.plan import Plan
 from patrickstar.session.close import Closing
+from patrickstar.session.elastic import Elastic
 from patrickstar.session.optimizer_target import OptimizerTarget
 from patrickstar.session.parts import Parts
 from patrickstar.session.saving import Saving
@@ -29,16 +30,15 @@ from patrickstar.units import parse_size
 _OTHERS_COME_S: Final = 10.0
 
 
-class Session:
+class Session(Elastic):
     """A model and an optimizer under management, made by `patrickstar.manage`. Use as a context manager, or call `close()`.
 
     `layout`: which parameter lies in which chunk; `layout.padding` is the share of chunk space unused.
     """
 
-    def __init__(self, parts: Parts, closing: Callable[..., Closing]) -> None:
-        self._parts = parts
-        self._make_closing = closing
-        self.layout = parts.layout
+    def __init__(self, parts: Parts | None, layout: Layout, closing: Callable[..., Closing] | None) -> None:
+        super().__init__(parts, closing)
+        self.layout = layout
         self.optimizer: ManagedOptimizer | None = None
         """The optimizer to step with: it shares `param_groups` with the one passed to `manage`. None where there was none."""
 
@@ -47,19 +47,16 @@ class Session:
         `scaler.update()`. Disabled unless the precision is fp16: then these do no more than the plain calls."""
 
         self._closing: Closing | None = None
-        self.unclosed: weakref.finalize[Any, Any] | None = None
-        """Warns of a session that nobody closes; `manage` sets it."""
-
-        self._steps_before = 0
 
     def __repr__(self) -> str:
+        if not self.is_member:
+            return "<Session of an elastic job, not one of its ranks now>"
         model = type(self._parts.model).__name__
         return f"<Session of {model}, {len(self._parts.named)} parameters{', closed' if self._parts.events.is_closed else ''}>"
 
-    def attach(self, original: torch.optim.Optimizer) -> ManagedOptimizer:
-        """Puts an optimizer that asks this session to step in the place of the user's; `manage` calls this once."""
-        target = OptimizerTarget(self._parts, original)
-        self.optimizer = ManagedOptimizer(original, target=target, names=self._parts.binding.names)
+    def attach(self, original: torch.optim.Optimizer, names: Mapping[int, str]) -> ManagedOptimizer:
+        """Puts an optimizer that asks this session to step in the place of the user's; `manage` calls this once. `names`: of parameters, by `id()`."""
+        self.optimizer = ManagedOptimizer(original, target=OptimizerTarget(self.present, original), names=names)
         return self.optimizer
 
     @property
@@ -180,8 +177,7 @@ class Session:
         if wait is not True:
             raise ConfigError("wait=False: checkpoints are written in the background in a later version; leave it out")
         self._parts.expect_whole_model()
-        step = self._steps_before + self._parts.stretches.counts.steps
-        return self._saving().save(Path(dir), step, extra=dict(extra or {}), keep=keep)
+        return self._saving().save(Path(dir), self.steps_done, extra=dict(extra or {}), keep=keep)
 
     def load_checkpoint(self, dir: str | Path) -> Any:  # noqa: A002 - the name users type
         """Takes over `dir/latest`, or one step's directory, and gives back `extra`: containers and tensors, `state_dict`s as plain values.
@@ -233,11 +229,12 @@ class Session:
             DeviceError: the disk or the device does not give weights back. What was read stays; another call tries the rest, or gives them up.
             RankError: other ranks do something else, or are gone: the session is closed, and parameters are meta tensors.
         """
-        if self._parts.events.is_closed:
+        if not self.is_member or self._parts.events.is_closed:
             return
         self._parts.events.check_watch()
         self._parts.binding.whole.take_back()
         if self._closing is None:
+            assert self._make_closing is not None, "there are parts, and nothing that closes them"
             self._closing = self._make_closing(optimizer=self.optimizer, keep_weights=keep_weights)
         elif not keep_weights:
             self._closing.give_up()
@@ -257,13 +254,14 @@ class Session:
             raise lost
 
     def __enter__(self) -> Session:
-        self._parts.expect_open()
+        if self.is_member:
+            self._parts.expect_open()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        collectives = self._parts.everyone
+        collectives = self._parts.everyone if self.is_member else None
         if error is not None and collectives is not None and not self._parts.events.is_closed:
             # Whoever has no such error is told of it: only all together have the weights.
             with suppress(RankError):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -83,6 +84,11 @@ class Setup:
         if self.has_gradients and self.precision.mixed and self.gradients is GradientUse.UPDATE:
             return "gradients of 16 bits from before manage()"
         return "" if self.memory.options.tile_rows is None else "Options(tile_rows=)"
+
+    def over(self, ranks: Ranks | RankOf | None) -> Setup:
+        """The same ground for one of these ranks, of which each has its share of chunks; None: for one process, which has all."""
+        layout = self.layout if ranks is None else shard_of(self.layout, ranks.rank, ranks.size)
+        return replace(self, layout=layout, ranks=ranks, formats=SessionFormats(self.precision.formats))
 
     def kept_gradients(self, trace: Trace | None) -> frozenset[str]:
         """The parameters whose gradients are kept beyond their arrival in a step with this trace; None: nobody knows its trace."""
@@ -166,6 +172,7 @@ def set_up(
     binding: BindingKind = "whole",
     ranks: Ranks | RankOf | None = None,
     everyone: Ranks | RankOf | None = None,
+    sizes: Sequence[int] = (),
 ) -> Setup:
     """The ground for a model and options of `manage`, which have been checked.
 
@@ -173,12 +180,16 @@ def set_up(
         has: what the machine has. trained: tells whether a parameter needs more than its weight. trains: whether there is an optimizer.
         find_passes: finds the kernels of a device; None: they are those of a GPU. binding: how parameters are bound at most.
         ranks: that share the model; None: there is one process. everyone: that on one machine share its budgets; None: those ranks.
+        sizes: of an elastic job: all numbers of ranks over which chunks may come to be cut.
 
     Raises:
         BudgetError, DeviceError, LayoutError: what is asked for cannot be had.
     """
-    precision = find_precision(memory, model, has, over_ranks=ranks is not None)
-    layout = layout_of(model, named, memory, precision, granule_bytes=has.granule_bytes, trained=trained, ranks=ranks)
+    elastic = bool(sizes)
+    precision = find_precision(memory, model, has, over_ranks=ranks is not None or elastic, in_parts=elastic)
+    layout = layout_of(
+        model, named, memory, precision, granule_bytes=has.granule_bytes, trained=trained, ranks=ranks, sizes=sizes
+    )
     gradients = GradientUse.UPDATE if memory.step == "in_backward" else GradientUse.CHUNK
     present, absent = present_and_absent_bytes(named.values())
     everyone = everyone or ranks
@@ -208,14 +219,16 @@ def layout_of(
     granule_bytes: int = 0,
     trained: Callable[[nn.Parameter], bool] = lambda parameter: parameter.requires_grad,
     ranks: Ranks | RankOf | None = None,
+    sizes: Sequence[int] = (),
 ) -> Layout:
     """The layout of a model's parameters. What stays fp32 whole has chunks of its own in 16-bit modes, and so has what is not trained.
 
     `granule_bytes`: what memory of the tier that computes comes in; 0: in pages. `ranks`: that share each chunk, of which the layout is this one's.
     """
     tiles = find_tiles(model, named, memory.options.tile_rows)
-    blocks = {} if ranks is None else blocks_alone(model, named)
-    whole, size = precision.whole, 1 if ranks is None else ranks.size
+    blocks = {} if ranks is None and not sizes else blocks_alone(model, named)
+    # A multiple of all numbers of ranks.
+    whole, size = precision.whole, math.lcm(*sizes, 1 if ranks is None else ranks.size)
     specs = [
         TensorSpec(name, tuple(p.shape), trained(p), lies_in(name, whole), tiles.get(name), blocks.get(name, ""))
         for name, p in named.items()

@@ -130,6 +130,7 @@ class KnownForwards:
         fitting: makes the forecast of a new kind. late_planes: has room for gradients that must wait. room: whose level rises with what a kind takes.
         taken_bytes: what of the compute tier's budget the user has taken (gradients assigned as `p.grad`, views of those in chunks).
         whole: the parameters as long as they keep their bytes.
+        inputs: of the last forward that was trained, where they are kept: for a forecast of it on other ranks.
     """
 
     fitting: FittingBlocks
@@ -138,12 +139,16 @@ class KnownForwards:
     room: Room
     taken_bytes: Callable[[], int]
     whole: Whole
+    keeps_inputs: bool = False
+    inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = field(default=None, init=False)
     kinds: OrderedDict[Signature, KnownForward] = field(default_factory=OrderedDict, init=False)
     _bounds: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary, init=False)  # by cache
     _refused: set[Signature] = field(default_factory=set, init=False)  # with more in a cache than there was room for
 
     def expect(self, registered: Registered, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> KnownForward:
         """Knowledge of a forward that is about to begin. BudgetError: it does not fit, or its gradients do not."""
+        if self.keeps_inputs and torch.is_grad_enabled():
+            self.inputs = args, kwargs
         for inputs, is_own in bounded(kwargs, registered.model, self._bounds):
             if not can_be_traced((args, inputs)):
                 why = _UNTRACEABLE.format("a fake-tensor trace could change its inputs")

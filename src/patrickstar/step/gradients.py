@@ -6,7 +6,7 @@ copied, not added to zeros: -0.0 stays -0.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -91,22 +91,23 @@ class Gradients:
         if self.views.tensors:
             self.views.changed(AssembledKey(name, GRAD))
 
-    def add_shares(self, names: Collection[str], shares: Iterable[tuple[int, Tensor]]) -> None:
-        """Takes this rank's shares of gradients of these parameters, chunk by chunk, in fp32."""
-        before, wanted = set(self.names), set(names)
-        for name in names:
+    def add_shares(self, rows_of: Mapping[str, Sequence[int]], shares: Iterable[tuple[int, Tensor]]) -> None:
+        """Takes this rank's shares of gradients, by chunk, a row for each of several. `rows_of`: which are added, in order, by parameter."""
+        before = set(self.names)
+        for name in rows_of:
             self.late_planes.thaw(name)
         with NotInference(), Plain():
             no_gradients()
-            for chunk, share in shares:
-                pieces = [piece for piece in self.layout.tensors_in(chunk) if piece.name in wanted]
+            for chunk, rows in shares:
+                pieces = [piece for piece in self.layout.tensors_in(chunk) if piece.name in rows_of]
                 if pieces:
                     touches = (Touch(PlaneRef(chunk, GRAD), True),)
                     (unit,) = self.executor.use(Phase.BACKWARD, pieces[0].name, touches)
                     for name, start, stop, _ in pieces:
-                        self._put(name, unit[start:stop], share[start:stop], adds=name in before)
-        self.names |= wanted
-        self.whole |= wanted
+                        for number, row in enumerate(rows_of[name]):
+                            self._put(name, unit[start:stop], rows[row, start:stop], adds=number > 0 or name in before)
+        self.names |= rows_of.keys()
+        self.whole |= rows_of.keys()
 
     def _put(self, name: str, target: Tensor, piece: Tensor, *, adds: bool) -> None:
         passes = self.passes[target.device.type]

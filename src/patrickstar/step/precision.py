@@ -56,19 +56,21 @@ class Precision:
         return frozenset(name for name, place in layout.slices.items() if not layout.is_whole(place.chunk))
 
 
-def find_precision(memory: MemoryOptions, model: nn.Module, has: Resources, *, over_ranks: bool = False) -> Precision:
+def find_precision(
+    memory: MemoryOptions, model: nn.Module, has: Resources, *, over_ranks: bool = False, in_parts: bool = False
+) -> Precision:
     """The types for what `manage` was given; those of the model's parameters where that says nothing.
 
     Weights of 16 bits are widened to fp32 at each use where what computes is not fast in their type, or where that is asked for.
-    `over_ranks`: whether gradients are sums over ranks, which are kept in fp32.
+    `over_ranks`: whether gradients are sums over ranks, which are kept in fp32. `in_parts`: whether they come in parts of a step (`Travel`).
     """
     kept, options = memory.precision or model_precision(model), memory.options
     if kept == "fp32":
-        return Precision(FP32, torch.float32)
+        return Precision(FP32, torch.float32, travel=Travel(in_parts=in_parts))
     compute = options.compute or (kept if kept in has.fast_types else "fp32")
     whole = _whole_modules(model, options.keep_fp32)
-    accumulates = (options.accumulate or 1) > 1
-    travel = Travel(_TYPES[kept], _TYPES["fp32" if accumulates and compute == "fp32" else kept])
+    accumulates = (options.accumulate or 1) > 1 or in_parts
+    travel = Travel(_TYPES[kept], _TYPES["fp32" if accumulates and compute == "fp32" else kept], in_parts)
     if kept == "bf16":
         formats = bf16_formats(gradient="float32" if accumulates or over_ranks else "bfloat16")
         copies = compute == "fp32"

@@ -55,6 +55,10 @@ class Training(ABC):
     whole: Whole
     sums: BackwardSums
     gathering: Gathering | None = None
+    backwards: int = 0
+    """How many have ended that have brought gradients."""
+    completing: Callable[[], None] = lambda: None
+    """Is called before gradients are used: those of a step in parts are still to be completed."""
 
     _bringing: int | None = None  # the backward under way that has brought gradients; None: there is none
     _around: int | None = None  # the backward in which a block was last computed again
@@ -101,6 +105,7 @@ class Training(ABC):
         """Takes the end of a backward that has brought gradients, itself or in one inside of it. `inside`: of another, which goes on."""
         if inside:
             return
+        self.backwards += 1
         if self.gathering is not None:
             self.gathering.end_backward()
         for name, gradient in self.sums.take().items() if self.sums else ():

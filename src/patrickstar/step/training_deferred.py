@@ -164,6 +164,7 @@ class DeferredTraining(Training):
     def _expect_gradients(self) -> None:
         """Makes ready for a use of all gradients. StateError where they are not those of whole backwards, of all ranks."""
         self.executor.settle()
+        self.completing()
         if self.gathering is not None:
             if self.gathering.postpones:
                 raise StateError(

@@ -1,0 +1,193 @@
+"""A job whose ranks come and go: who is in it, which its processes learn from a store at the boundary between two steps.
+
+A *generation* is what the job is between two changes of its ranks. Rank 0 writes down the next one when a change has been asked for and those that join
+wait for it: with the boundary from which it holds, the next one but where there is one rank. No rank is there before all have been in the step before,
+so all that look have it. That is one question to the store a step, and no collective.
+
+What stands in the store:
+
+    want            the size that was asked for last, by whom        arrival/K     a process that waits, the K-th to do so
+    news            counts all that rank 0 has to look at            call/K        the generation that it is called to
+    generation/N    who is in it, from which step on, why            over          there is no next step
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, cast
+
+import torch.distributed as dist
+
+from patrickstar.comm.ranks import Ranks
+from patrickstar.config.kinds import refuse
+from patrickstar.core.resharding import Member, order_of_least_movement
+from patrickstar.errors import ConfigError
+
+SIZES: Final = "PATRICKSTAR_ELASTIC"
+"""Names the fewest and the most ranks of a job, as `1:4`."""
+
+PRESENT: Final = "PATRICKSTAR_SIZE"
+"""Names how many ranks a job begins with; the fewest by default."""
+
+_WAITS_S: Final = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What a job is between two changes. `members`: in rank order. `step`: that it begins with. `why`: what has brought it about."""
+
+    number: int
+    members: Sequence[Member]
+    step: int
+    why: str = ""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.members)
+
+
+class Job:
+    """A job as one of its processes sees it.
+
+    Args:
+        store: that all of its processes have. name: prefix of what this one has there. member: the number of this process.
+        least, most: how many ranks there may be. size: how many there are at first, which are the first ones.
+
+    Attributes:
+        now: the generation that is there, as far as this process knows.
+    """
+
+    def __init__(self, store: dist.Store, name: str, member: Member, *, least: int, most: int, size: int) -> None:
+        self._given, self._name = store, name
+        self._store = dist.PrefixStore(name, cast(Any, store).clone())
+        self.member, self.least, self.most = member, least, most
+        self.now = Generation(0, tuple(range(size)), 0)
+        self._next: Generation | None = None
+        self._news = 0
+        self._arrival = 0
+
+    @property
+    def rank(self) -> int:
+        """The place of this process among the ranks; -1 where it is none of them."""
+        return self.now.members.index(self.member) if self.member in self.now.members else -1
+
+    def ranks(self, generation: Generation) -> Ranks:
+        """The ranks of a generation, on a prefix of the store that nobody has used."""
+        return Ranks(
+            range(generation.size),
+            generation.members.index(self.member),
+            (self._given, f"{self._name}/ranks/{generation.number}"),
+            averaged=1,
+            local_size=self.most,
+        )
+
+    def ask(self, size: int, why: str) -> None:
+        """Asks for another number of ranks. ConfigError: the job has never so many."""
+        if not self.least <= size <= self.most:
+            raise ConfigError(f"resize({size}): this job has {self.least} to {self.most} ranks")
+        self._store.set("want", json.dumps({"size": size, "why": why}))
+        self._store.add("news", 1)
+
+    def next(self, step: int) -> Generation | None:
+        """The generation that begins with this step, if one does. Asked once before each step, by all ranks."""
+        number = self.now.number + 1
+        if self._next is None and self.rank == 0:
+            self._next = self._decided(step)
+        elif self._next is None and self._store.check([f"generation/{number}"]):
+            self._next = _read(self._store.get(f"generation/{number}"))
+        if self._next is None or self._next.step > step:
+            return None
+        found, self._next = self._next, None
+        return found
+
+    def _decided(self, step: int) -> Generation | None:
+        """What rank 0 has the job be next, where that has been asked for and can be."""
+        news = self._store.add("news", 0)
+        if news == self._news or not self._store.check(["want"]):
+            return None
+        want = json.loads(self._store.get("want"))
+        missing = want["size"] - self.now.size
+        waiting = self._waiting() if missing > 0 else {}
+        self._news = news
+        if missing == 0 or missing > len(waiting):
+            return None  # another comes, which is news
+        members = order_of_least_movement(self.now.members, want["size"], list(waiting))
+        begins = step if self.now.size == 1 else step + 1
+        made = Generation(self.now.number + 1, members, begins, want["why"])
+        self._store.set(f"generation/{made.number}", json.dumps(asdict(made)))
+        for member in set(members) & waiting.keys():
+            self._store.set(f"call/{waiting[member]}", str(made.number))
+        return made
+
+    def _waiting(self) -> Mapping[Member, int]:
+        """Processes that wait, each with the number of its arrival, in the order of these."""
+        numbers = range(1, self._store.add("arrivals", 0) + 1)
+        there = [number for number in numbers if self._store.check([f"arrival/{number}"])]
+        known = {
+            int(self._store.get(f"arrival/{number}")): number
+            for number in there
+            if not self._store.check([f"call/{number}"])
+        }
+        return {member: number for member, number in known.items() if not self._store.check([f"gone/{member}"])}
+
+    def wait(self) -> Generation | None:
+        """The next generation that this process is in, which it waits for; None where the job ends without it."""
+        number = self._store.add("arrivals", 1)
+        self._store.set(f"arrival/{number}", str(self.member))
+        self._store.add("news", 1)
+        while not self._store.check([f"call/{number}"]):
+            if self._store.check(["over"]):
+                return None
+            time.sleep(_WAITS_S)
+        return _read(self._store.get(f"generation/{int(self._store.get(f'call/{number}'))}"))
+
+    def begins(self, generation: Generation) -> None:
+        """Notes that a generation is there."""
+        self.now = generation
+
+    def over(self) -> None:
+        """Tells whoever waits that no step comes any more."""
+        self._store.set("over", "1")
+
+
+def _read(text: bytes) -> Generation:
+    known = json.loads(text)
+    return Generation(**{**known, "members": tuple(known["members"])})
+
+
+def job_of_environment() -> Job | None:
+    """The job that this process has been started for; None where it is of none.
+
+    Raises:
+        ConfigError: what the environment says of it makes no sense.
+    """
+    if SIZES not in os.environ:
+        return None
+    sizes = os.environ[SIZES].split(":")
+    problems = []
+    if len(sizes) != 2 or not all(size.isdigit() for size in sizes) or not 1 <= int(sizes[0]) <= int(sizes[1]):
+        problems.append(
+            f"{SIZES}={os.environ[SIZES]}: two numbers are expected, the fewest and the most ranks, such as 1:4"
+        )
+    refuse(problems, of="manage")
+    least, most = map(int, sizes)
+    member = int(os.environ["RANK"])
+    store: dist.Store
+    if dist.is_initialized():
+        world = dist.group.WORLD
+        assert world is not None
+        store = world.get_group_store()
+    else:
+        hosts_it = member == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=hosts_it, wait_for_workers=False
+        )
+    # Each process counts for itself how many jobs it has been in: alike on all that do the same.
+    process = f"patrickstar/jobs/{member}/{os.getpid()}"
+    name = f"patrickstar/job/{store.add(process, 1)}"
+    return Job(store, name, member, least=least, most=most, size=int(os.environ.get(PRESENT, least)))

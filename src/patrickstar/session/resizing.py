@@ -1,0 +1,191 @@
+"""Changes of the ranks that share a session's chunks, in the processes that are there: parts for the new ranks, then all states piece by piece.
+
+Note [Resizing]
+    Between two steps no gradient is wanted, and nothing of a forward is alive. Each process builds parts for its place in the next generation beside
+    those that it has: homes, plans, slots, none of which takes memory before something is written there. Where that does not fit on one of them, all
+    let go of it, and the job stays as it was. Then each unit goes, plane by plane: what a rank has of it is one stretch of memory, and so is what it
+    is to have, so one exchange with uneven pieces moves it from slot to slot. What a process had stays until all is there: until then the job can go
+    on as before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from patrickstar.comm.all_ranks import AllRanks
+from patrickstar.comm.collectives import Collectives
+from patrickstar.comm.job import Generation, Job
+from patrickstar.core.planes import GRAD, PlaneRef
+from patrickstar.core.resharding import Member, Resharding
+from patrickstar.core.trace import Phase, Touch
+from patrickstar.errors import Error
+from patrickstar.memory.allocator import release_free_memory
+from patrickstar.session.buffers import Kind
+from patrickstar.session.close import Closing
+from patrickstar.session.ground import Ground, watch
+from patrickstar.session.parts import Parts
+
+_log = logging.getLogger("patrickstar")
+
+
+class Contents(NamedTuple):
+    """What the first rank tells all. `units`: that have contents. steps: counts of updates. told: what the owner of the parts has to tell."""
+
+    members: tuple[Member, ...]
+    units: tuple[PlaneRef, ...]
+    steps: dict[str, int]
+    told: Any
+
+
+class Resized(NamedTuple):
+    """A change that has been made.
+
+    `moved_bytes`: that have gone from one process to another. least_bytes: that have to. told: by the first of the ranks that were there.
+    """
+
+    moved_bytes: int
+    least_bytes: int
+    told: Any
+
+
+@dataclass(eq=False, kw_only=True)
+class Resizing:
+    """The parts that a session has now, of this generation of its job, and what makes others of them.
+
+    Attributes:
+        parts: None where this process is no rank. installed: is told of parts that have taken the place of others, with what closes them.
+        timeout_s: of collectives. buffers: those that were cast or moved. hooks: of the parts, which are removed with it.
+    """
+
+    ground: Ground
+    job: Job
+    parts: Parts | None
+    installed: Callable[[Parts | None, Callable[..., Closing] | None], None]
+    timeout_s: float
+    buffers: Mapping[str, Kind]
+    hooks: ExitStack = field(default_factory=ExitStack)
+
+    def change(self, generation: Generation, tell: Callable[[], Any]) -> Resized | None:
+        """Has the ranks be those of the next generation. None where that cannot be: the job stays as it was, and one line of the log says why.
+
+        `tell`: gives what the first rank has to tell those that join.
+        """
+        old, now, is_member = self.parts, self.job.now, self.job.member in generation.members
+        ranks = self.job.ranks(generation) if is_member and generation.size > 1 else None
+        collectives = None if ranks is None else Collectives(ranks, timeout_s=self.timeout_s)
+        # Of those that are there before and after, all are in the larger of both.
+        shared = collectives if old is None or generation.size > now.size else old.collectives
+        new: Parts | None = None
+
+        def build() -> Contents | None:
+            nonlocal new
+            new = self.ground.parts(collectives) if is_member else None
+            if old is None:
+                return None
+            if new is not None:
+                _expect_fit(old, new)
+            return Contents(tuple(now.members), _units(old), dict(old.steps), tell()) if self.job.rank == 0 else None
+
+        try:
+            if old is not None:
+                _end_step(old)
+            contents = AllRanks(shared).tell(f"a resize to {generation.size} ranks", build)[0]
+            assert contents is not None, "the first rank was there"
+            moves = Resharding(contents.members, tuple(generation.members))
+            moved_bytes, all_bytes = self._move(new, contents.units, moves, shared)
+            if shared is not None:
+                moved_bytes = sum(shared.agree(moved_bytes, f"{generation.size} ranks are there"))
+        except Error as error:
+            if new is not None:
+                new.executor.store.close()
+            if collectives is not None:
+                collectives.close(f"{collectives.me} stays as it was: {error}")
+            if old is not None and old.collectives is not None and old.collectives.failure is not None:
+                raise
+            if old is not None:
+                self.job.begins(Generation(generation.number, now.members, now.step))
+                _log.warning("the job stays at %d ranks: %s", now.size, str(error).partition("\n")[0])
+            return None
+        self._install(new, contents)
+        self.job.begins(generation)
+        return Resized(moved_bytes, round(all_bytes * moves.least), contents.told)
+
+    def _move(
+        self, new: Parts | None, units: tuple[PlaneRef, ...], moves: Resharding, shared: Collectives | None
+    ) -> tuple[int, int]:
+        """Moves these units to the new parts; gives the bytes that this process has sent, and those of all units of all ranks."""
+        old, me, whole = self.parts, self.job.member, self.ground.setup.layout.chunk_numel
+        sent, received, moved_bytes, all_bytes = moves.sent(me, whole), moves.received(me, whole), 0, 0
+        assert shared is not None, "there is one rank, and it stays"
+        for ref in units:
+            given, out = _unit(old, ref, writes=False), _unit(new, ref, writes=True)
+            given = given if given is not None else torch.empty(0, dtype=out.dtype)  # type: ignore[union-attr]  # it has one of both
+            out = out if out is not None else torch.empty(0, dtype=given.dtype)
+            shared.redistribute(out, given, received, sent, f"{ref}").wait()
+            moved_bytes += (sum(sent) - sent[shared.ranks.rank]) * given.element_size()
+            all_bytes += whole * given.element_size()
+        return moved_bytes, all_bytes
+
+    def _install(self, new: Parts | None, contents: Contents) -> None:
+        """Has the model be that of the new parts, and lets go of the old ones."""
+        old, self.parts = self.parts, new
+        self.hooks.close()
+        if old is not None:
+            old.binding.access.close()
+            old.stretches.end()
+            old.binding.release(lambda _: None)
+        self.ground.lay_bare()
+        if old is not None:
+            old.executor.store.close()
+            if old.collectives is not None:
+                old.collectives.close()
+        if new is None:
+            self.installed(None, None)
+            release_free_memory()
+            return
+        root = watch(new, self.hooks)
+        new.steps.update(contents.steps)
+        if new.training.gathering is not None:
+            new.training.gathering.steps = max(contents.steps.values(), default=0)
+        new.binding.hold() if new.binding.is_whole else new.binding.let_go()
+        self.installed(new, partial(Closing, new, root, self.ground.dtypes, self.buffers))
+        release_free_memory()
+
+
+def _end_step(parts: Parts) -> None:
+    """Ends what is under way, and lets gradients go."""
+    parts.begin_access()
+    parts.stretches.end()
+    parts.training.zero_grad(set_to_none=True)
+    parts.training.forget_unfinished()
+
+
+def _units(parts: Parts) -> tuple[PlaneRef, ...]:
+    state = parts.executor.store.state
+    return tuple(sorted(ref for ref in state.home if ref.plane != GRAD and not state.is_free(ref)))
+
+
+def _unit(parts: Parts | None, ref: PlaneRef, *, writes: bool) -> Tensor | None:
+    """The bytes of a unit, until the next is asked for; None where this process has none."""
+    if parts is None:
+        return None
+    with parts.executor.quiet():
+        label = parts.layout.run_of(ref.chunk).tensors[0]
+        (unit,) = parts.executor.use(Phase.STEP, label, (Touch(ref, writes),))
+        return unit
+
+
+def _expect_fit(old: Parts, new: Parts) -> None:
+    """Raises BudgetError where the last forward of the old parts has no room in the new ones, which have a forecast of it otherwise."""
+    inputs = old.stretches.known.inputs
+    if inputs is not None:
+        with torch.enable_grad():
+            new.stretches.known.expect(new.events.registered, *inputs)

@@ -1,0 +1,117 @@
+"""Steps of training in numbered parts, whose bits depend on the parts and not on the ranks that compute them.
+
+Rank r of W computes parts r, r + W, ... of each step. Their gradients are added in the order of parts, in fp32, and multiplied by f(1/parts) once, when
+they are first used. What torch draws in a part is keyed by (seed, step, part), and samples are taken by a number that runs on: so neither depends on
+who computes what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from patrickstar.errors import LayoutError, StateError
+from patrickstar.session.parts import Parts
+from patrickstar.step.training_deferred import DeferredTraining
+
+
+class StepParts:
+    """One step: this rank's parts of it, to be iterated over, inside of a `with` block.
+
+    Attributes:
+        step: its number, from 0 on. index: of the part under way; -1 before the first. seed: of that part, for random numbers that are not torch's.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        count: int,
+        *,
+        of: Parts,
+        rank: int,
+        size: int,
+        seed_of: Callable[[int, int], int],
+        batches: Iterator[Any],
+    ) -> None:
+        self.step, self.index, self.seed = step, -1, 0
+        self.completed = False
+        self._count, self._of, self._seed_of, self._batches = count, of, seed_of, batches
+        self._mine = range(rank, count, size)
+        self._serves = rank >= count % size > 0  # in the last round, which others have parts of
+        self._done = 0
+        self._backwards = 0
+        self._began = False
+        self._buffers = _versions(of)
+
+    def __iter__(self) -> Iterator[Any]:
+        training = self._of.training
+        if not self._began and (training.in_chunks.names or any(True for _ in self._of.binding.gradients.owned())):
+            raise StateError(
+                f"step {self.step} begins with gradients from before: call optimizer.zero_grad() after optimizer.step()"
+            )
+        self._began = True
+        for index in self._mine[self._done :]:
+            self._expect_run()
+            self.index, self.seed = index, self._seed_of(self.step, index)
+            self._backwards = training.backwards
+            batch = next(self._batches)
+            torch.manual_seed(self.seed)
+            if training.gathering is not None:
+                training.gathering.order.heard = []
+            self._done += 1
+            yield batch
+
+    def __enter__(self) -> StepParts:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.expect_completed()
+
+    def complete(self) -> None:
+        """Completes the gradients of the step, before they are first used: all parts have run on all ranks, and what is added up becomes the mean.
+
+        Raises:
+            StateError: not all of this rank's parts have run. LayoutError: a forward has changed a buffer, which would depend on the number of ranks.
+        """
+        if self.completed:
+            return
+        self._expect_run()
+        if self._done < len(self._mine):
+            raise StateError(
+                f"step {self.step}: gradients are used before part {self._mine[self._done]} of {self._count} has run backward"
+            )
+        if odd := [name for name, version in _versions(self._of).items() if self._buffers.get(name) != version]:
+            raise LayoutError(
+                f"the forward changes the buffer {odd[0]} ({len(odd)} in all), such as a running mean: its value would depend on the number of ranks. "
+                "Use a layer without running statistics (GroupNorm, LayerNorm), or freeze them (module.eval())"
+            )
+        training = self._of.training
+        assert isinstance(training, DeferredTraining)
+        if self._serves:
+            with self._of.executor.lock:
+                training.gathering.serve()  # type: ignore[union-attr]  # of several ranks
+        self.completed = True
+        if self._count > 1:
+            training.multiply(torch.tensor(1 / self._count, dtype=torch.float32))
+
+    def expect_completed(self) -> None:
+        """Raises StateError where the step was left before its gradients were used."""
+        if not self.completed:
+            raise StateError(
+                f"step {self.step} was left after part {self.index} of {self._count}: run all parts, and call optimizer.step()"
+            )
+
+    def _expect_run(self) -> None:
+        """Raises StateError unless the part that was given out last has run one backward."""
+        ran = self._of.training.backwards - self._backwards
+        if self._done and ran != 1:
+            raise StateError(
+                f"step {self.step}, part {self.index} of {self._count} has run backward {ran} times: call backward() once for each part, on the sum of its losses"
+            )
+
+
+def _versions(parts: Parts) -> dict[str, tuple[int, int]]:
+    return {name: (id(buffer), buffer._version) for name, buffer in parts.model.named_buffers()}
