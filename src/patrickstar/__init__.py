@@ -19,6 +19,7 @@ from patrickstar.errors import (
     Error,
     LayoutError,
     RankError,
+    RankLost,
     StateError,
 )
 
@@ -40,6 +41,7 @@ __all__ = [
     "LossScale",
     "Options",
     "RankError",
+    "RankLost",
     "Session",
     "StateError",
     "deferred_init",

@@ -8,6 +8,7 @@
     ├── CheckpointError  a file that is not what it should be
     ├── DeviceError      a device or a disk directory that does not do its work
     └── RankError        another rank that is gone, does not answer, or does something else
+        └── RankLost     the same in an elastic job, which goes on without that rank
 
 Each message says what happened, the numbers, and what to change.
 """
@@ -27,6 +28,7 @@ __all__ = [
     "Error",
     "LayoutError",
     "RankError",
+    "RankLost",
     "StateError",
 ]
 
@@ -112,6 +114,10 @@ class RankError(Error):
         self.ranks = tuple(ranks)
         self.action = action
         self.reason = reason
+
+
+class RankLost(RankError):  # noqa: N818  (a loss, which the job survives)
+    """A rank that an elastic job has lost in the middle of a step: `with parts:` ends the step, and the next one goes on without that rank."""
 
 
 def some(texts: Sequence[str], *, most: int, separator: str = ", ") -> str:

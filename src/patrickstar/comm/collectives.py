@@ -62,14 +62,16 @@ class Collectives:
     After a `RankError` all tickets fail with it, those of later calls, too. Tensors belong to a collective until its ticket is done.
 
     Args:
-        timeout_s: the longest time to wait for other ranks. poll_s: how often the watch looks.
+        timeout_s: the longest time to wait for other ranks. poll_s: how often the watch looks. kind: of errors about other ranks.
 
     Attributes:
         ranks: which they are. me: this one, in messages. past: words for what all have done alike so far, which is compared with every collective.
         sent_bytes: data that this rank has sent.
     """
 
-    def __init__(self, ranks: Ranks, *, timeout_s: float = 600.0, poll_s: float = 0.25) -> None:
+    def __init__(
+        self, ranks: Ranks, *, timeout_s: float = 600.0, poll_s: float = 0.25, kind: type[RankError] = RankError
+    ) -> None:
         self.sent_bytes = 0
         self.past = ""
         self.ranks = self._ranks = ranks
@@ -84,7 +86,7 @@ class Collectives:
         self._closed = False
         self._lock = threading.Lock()
         self._queue: SimpleQueue[_Collective | None] = SimpleQueue()
-        self._watch = Watch(ranks, self._fail_what_cannot_be, poll_s=poll_s)
+        self._watch = Watch(ranks, self._fail_what_cannot_be, poll_s=poll_s, kind=kind)
         # A daemon: where torch does not come back, it keeps no program from its end.
         self._thread = threading.Thread(target=self._run, name="patrickstar collectives", daemon=True)
         self._thread.start()

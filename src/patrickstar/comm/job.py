@@ -9,6 +9,12 @@ What stands in the store:
     want            the size that was asked for last, by whom        arrival/K     a process that waits, the K-th to do so
     news            counts all that rank 0 has to look at            call/K        the generation that it is called to
     generation/N    who is in it, from which step on, why            over          there is no next step
+    survivor/K/M    that M has lost others, in its generation N      recovery/K    the generation that goes on after the K-th loss, or none
+    losses          counts those that have been decided upon
+    gone/M          that M has ended                                 progress      the step that rank 0 has come to
+    present         the generation that is there
+
+What has become of lost ranks a supervisor decides, which sees processes end (`elastic/supervisor.py`): the survivors wait for it.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final, cast
 
 import torch.distributed as dist
@@ -33,17 +40,34 @@ SIZES: Final = "PATRICKSTAR_ELASTIC"
 PRESENT: Final = "PATRICKSTAR_SIZE"
 """Names how many ranks a job begins with; the fewest by default."""
 
+DIRECTORY: Final = "PATRICKSTAR_JOB_DIR"
+"""Names the directory of a job that is supervised: of its log and its checkpoints."""
+
+SAVE_EVERY: Final = "PATRICKSTAR_SAVE_EVERY"
+"""Names after how many steps a checkpoint is written."""
+
+PLANNED: Final = "PATRICKSTAR_AT"
+"""Names sizes that are planned beforehand, as `100:2,200:4`: from step 100 on there are two ranks."""
+
+NOW: Final = "patrickstar/now"
+"""Is where a store has the prefix of the job that is there now."""
+
 _WAITS_S: Final = 0.01
+_TELLS_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What a job is between two changes. `members`: in rank order. `step`: that it begins with. `why`: what has brought it about."""
+    """What a job is between two changes. `members`: in rank order. `step`: that it begins with. `why`: what has brought it about.
+
+    `recovers`: whether others were lost: what they had comes from the newest checkpoint.
+    """
 
     number: int
     members: Sequence[Member]
     step: int
     why: str = ""
+    recovers: bool = False
 
     @property
     def size(self) -> int:
@@ -60,6 +84,7 @@ class Job:
 
     Attributes:
         now: the generation that is there, as far as this process knows.
+        directory: of a job that is supervised, so that it survives the loss of a rank. save_every: steps from checkpoint to checkpoint; 0: none.
     """
 
     def __init__(self, store: dist.Store, name: str, member: Member, *, least: int, most: int, size: int) -> None:
@@ -69,7 +94,15 @@ class Job:
         self.now = Generation(0, tuple(range(size)), 0)
         self._next: Generation | None = None
         self._news = 0
-        self._arrival = 0
+        self._tells_s = 0.0
+        self.directory = Path(os.environ[DIRECTORY]) if DIRECTORY in os.environ else None
+        self.save_every = int(os.environ.get(SAVE_EVERY, "0"))
+        self._planned = {
+            int(at): int(to) for at, to in (one.split(":") for one in os.environ.get(PLANNED, "").split(",") if one)
+        }
+        if self.rank == 0:
+            self.begins(self.now)
+            store.set(NOW, name)
 
     @property
     def rank(self) -> int:
@@ -90,16 +123,18 @@ class Job:
         """Asks for another number of ranks. ConfigError: the job has never so many."""
         if not self.least <= size <= self.most:
             raise ConfigError(f"resize({size}): this job has {self.least} to {self.most} ranks")
-        self._store.set("want", json.dumps({"size": size, "why": why}))
-        self._store.add("news", 1)
+        ask(self._store, size, why)
 
     def next(self, step: int) -> Generation | None:
         """The generation that begins with this step, if one does. Asked once before each step, by all ranks."""
         number = self.now.number + 1
         if self._next is None and self.rank == 0:
             self._next = self._decided(step)
+            if time.monotonic() > self._tells_s:
+                self._store.set("progress", str(step))
+                self._tells_s = time.monotonic() + _TELLS_S
         elif self._next is None and self._store.check([f"generation/{number}"]):
-            self._next = _read(self._store.get(f"generation/{number}"))
+            self._next = read_generation(self._store.get(f"generation/{number}"))
         if self._next is None or self._next.step > step:
             return None
         found, self._next = self._next, None
@@ -107,6 +142,9 @@ class Job:
 
     def _decided(self, step: int) -> Generation | None:
         """What rank 0 has the job be next, where that has been asked for and can be."""
+        reaches = step + (self.now.size > 1)
+        for at in sorted(at for at in self._planned if at <= reaches):
+            ask(self._store, self._planned.pop(at), "planned")
         news = self._store.add("news", 0)
         if news == self._news or not self._store.check(["want"]):
             return None
@@ -117,12 +155,21 @@ class Job:
         if missing == 0 or missing > len(waiting):
             return None  # another comes, which is news
         members = order_of_least_movement(self.now.members, want["size"], list(waiting))
-        begins = step if self.now.size == 1 else step + 1
-        made = Generation(self.now.number + 1, members, begins, want["why"])
-        self._store.set(f"generation/{made.number}", json.dumps(asdict(made)))
+        made = Generation(self.now.number + 1, members, reaches, want["why"])
+        write_generation(self._store, made)
         for member in set(members) & waiting.keys():
             self._store.set(f"call/{waiting[member]}", str(made.number))
         return made
+
+    def survived(self, reason: str) -> Generation | None:
+        """The generation that goes on without those that are lost, which this process waits for; None where nobody is, or nothing goes on."""
+        loss = self._store.add("losses", 0) + 1
+        self._store.set(f"survivor/{loss}/{self.member}", json.dumps({"number": self.now.number, "reason": reason}))
+        while not self._store.check([f"recovery/{loss}"]):
+            time.sleep(_WAITS_S)
+        self._next = None
+        found = self._store.get(f"recovery/{loss}").decode()
+        return read_generation(self._store.get(f"generation/{found}")) if found != "none" else None
 
     def _waiting(self) -> Mapping[Member, int]:
         """Processes that wait, each with the number of its arrival, in the order of these."""
@@ -144,18 +191,33 @@ class Job:
             if self._store.check(["over"]):
                 return None
             time.sleep(_WAITS_S)
-        return _read(self._store.get(f"generation/{int(self._store.get(f'call/{number}'))}"))
+        return read_generation(self._store.get(f"generation/{int(self._store.get(f'call/{number}'))}"))
 
     def begins(self, generation: Generation) -> None:
         """Notes that a generation is there."""
         self.now = generation
+        if self.rank == 0:
+            write_generation(self._store, generation)
+            self._store.set("present", str(generation.number))
 
     def over(self) -> None:
         """Tells whoever waits that no step comes any more."""
         self._store.set("over", "1")
 
 
-def _read(text: bytes) -> Generation:
+def ask(store: dist.Store, size: int, why: str) -> None:
+    """Asks a job for another number of ranks. `store`: with the job's prefix."""
+    store.set("want", json.dumps({"size": size, "why": why}))
+    store.add("news", 1)
+
+
+def write_generation(store: dist.Store, generation: Generation) -> None:
+    """Writes a generation down. `store`: with the job's prefix."""
+    store.set(f"generation/{generation.number}", json.dumps(asdict(generation)))
+
+
+def read_generation(text: bytes) -> Generation:
+    """What was written down."""
     known = json.loads(text)
     return Generation(**{**known, "members": tuple(known["members"])})
 

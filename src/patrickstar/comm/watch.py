@@ -113,18 +113,23 @@ class Position:
 
 
 class Watch:
-    """The watch of one rank. `on_failure`: called once there is an error for collectives that were none before, by whichever thread notices.
+    """The watch of one rank.
+
+    `on_failure`: called once there is an error for collectives that were none before, by whichever thread notices. `kind`: of the errors.
 
     Attributes:
         position: how far this rank has come; written by whoever does the collectives. absent: the ranks that have left, or are gone.
     """
 
-    def __init__(self, ranks: Ranks, on_failure: Callable[[], None], *, poll_s: float = 0.25) -> None:
+    def __init__(
+        self, ranks: Ranks, on_failure: Callable[[], None], *, poll_s: float = 0.25, kind: type[RankError] = RankError
+    ) -> None:
         self.position = Position()
         self._ranks = ranks
         self._store = ranks.store
         self._on_failure = on_failure
         self._poll_s = poll_s
+        self._kind = kind
 
         self._failures: list[tuple[int, RankError]] = []  # and the last collective that each does not concern
         self.absent: set[int] = set()
@@ -159,7 +164,7 @@ class Watch:
         ranks, at = self._ranks, self.position
         here = f" ({ranks.names([ranks.rank])} was at {at.doing}, collective {at.number})" if at.doing else ""
         message = f"{news.reason}{here}; only close() works now: start again from the newest checkpoint"
-        error = RankError(message, ranks=ranks.numbers(news.ranks), action=news.action, reason=news.reason)
+        error = self._kind(message, ranks=ranks.numbers(news.ranks), action=news.action, reason=news.reason)
         if tells:  # first: who hears of it here may close, and say that
             self._tell(news)
         self._failures.append((news.after, error))

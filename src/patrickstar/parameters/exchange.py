@@ -113,6 +113,7 @@ class Exchange:
         take: adds this rank's shares of gradients to those in chunks: which rows of them, by parameter, and by chunk the rows.
         came: gradients of the backward under way that no reduction has taken, by name.
         postpones: how many contexts say that gradients are not to be reduced. kept: those that wait for that, in fp32, by name.
+        says: goes to the others with the end of each backward. heard: what any of them has said, alike on all.
         has_waited: whether there has been such a context since gradients were last reduced.
     """
 
@@ -134,6 +135,7 @@ class Exchange:
         self.came = BackwardSums()
         self.postpones, self.has_waited = 0, False
         self.kept = BackwardSums()
+        self.says, self.heard = b"", set[bytes]()
         self.others = others
         self._sent: list[Sent] = []
         self._sent_names: list[str] = []
@@ -233,7 +235,10 @@ class Exchange:
                 for name, gradient in gradients.items():
                     self.kept.add(name, gradient)
                 return
-            rows = self._rows(known, self.others.agree(bytes(name in gradients for name in known), "gradients"))
+            said = bytes(name in gradients for name in known) + self.says
+            of_all = self.others.agree(said, "gradients")
+            self.heard |= {bytes(theirs[len(known) :]) for theirs in of_all}
+            rows = self._rows(known, [theirs[: len(known)] for theirs in of_all])
             self.take(rows, _shares(self._reduce(range(self.layout.n_chunks), rows, gradients)))
             self.has_waited = False
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from patrickstar.config.kinds import refuse
 from patrickstar.errors import StateError
@@ -18,8 +16,8 @@ from patrickstar.optim.user_optimizer import restore_groups
 from patrickstar.session.close import Closing
 from patrickstar.session.parts import Parts, PresentParts
 from patrickstar.session.resizing import Resizing
-from patrickstar.session.sample_order import Draw, DrawnSamples, SampleOrder, keyed_seed
-from patrickstar.session.step_parts import StepParts
+from patrickstar.session.sample_order import BatchLoading, DrawnSamples, Draws, SampleOrder
+from patrickstar.session.steps import Steps
 
 _log = logging.getLogger("patrickstar")
 _UNCLOSED = (
@@ -121,7 +119,7 @@ class Elastic:
         epochs: float | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
-    ) -> Iterator[StepParts]:
+    ) -> Steps:
         """Gives the steps that are still to be done, each a `with` block and an iterator over this rank's parts of it.
 
         Rank r of W computes parts r, r + W, ...; the bits of the run depend on batch size, parts and seed, and not on the number of ranks.
@@ -137,108 +135,8 @@ class Elastic:
         count = total if total is not None else math.ceil(float(epochs or 0) * len(dataset) / batch_size)
         if self.resizing is None and parts > 1:  # what is added to is not rounded first
             self._parts.events.late_planes.widen_gradients()
-        draws = _Draws(SampleOrder(len(dataset), seed), batch_size, parts, count, seed)
-        load = _Loading(DrawnSamples(dataset), collate_fn, num_workers)
-        return _Steps(self, draws, load)
-
-
-@dataclass(frozen=True, slots=True)
-class _Draws:
-    order: SampleOrder
-    batch_size: int
-    parts: int
-    total: int
-    seed: int
-
-    def seed_of(self, step: int, part: int) -> int:
-        return keyed_seed(self.seed, step, part)
-
-    def of_rank(self, step: int, rank: int, size: int) -> Iterator[Draw]:
-        """The draws of one of so many ranks, from a step on."""
-        each = self.batch_size // self.parts
-        for at in range(step, self.total):
-            for part in range(rank, self.parts, size):
-                yield Draw(self.seed_of(at, part), self.order.indices(at * self.batch_size + part * each, each))
-
-
-@dataclass(frozen=True, slots=True)
-class _Loading:
-    samples: DrawnSamples
-    collate_fn: Callable[[list[Any]], Any] | None
-    num_workers: int
-
-    def batches(self, draws: Iterator[Draw]) -> Iterator[Any]:
-        """The batches of these draws. Numbers that torch's loader draws for itself are not the program's."""
-        loader: DataLoader[Any] = DataLoader(
-            self.samples,  # type: ignore[arg-type]  # asked for many at once alone
-            batch_sampler=draws,  # type: ignore[arg-type]  # of draws
-            collate_fn=self.collate_fn,
-            num_workers=self.num_workers,
-            generator=torch.Generator(),
-        )
-        return iter(loader)
-
-
-@dataclass(eq=False)
-class _Steps:
-    """The steps of a session from the first that is still to be done."""
-
-    session: Elastic
-    draws: _Draws
-    loading: _Loading
-    step: int = 0
-    _current: StepParts | None = None
-    _batches: Iterator[Any] | None = None
-
-    def __iter__(self) -> _Steps:
-        return self
-
-    def __next__(self) -> StepParts:
-        session, resizing = self.session, self.session.resizing
-        if self._current is not None:
-            self._current.expect_completed()
-            self._current = None
-            self.step += 1
-        if resizing is not None:
-            self._change(resizing)
-        if not session.is_member or self.step >= self.draws.total:
-            if resizing is not None and session.rank == 0:
-                resizing.job.over()
-            raise StopIteration
-        parts, rank, size = session._parts, session.rank, session.world_size
-        if self._batches is None:
-            self._batches = self.loading.batches(self.draws.of_rank(self.step, rank, size))
-        self._current = StepParts(
-            self.step,
-            self.draws.parts,
-            of=parts,
-            rank=rank,
-            size=size,
-            seed_of=self.draws.seed_of,
-            batches=self._batches,
-        )
-        parts.training.completing = self._current.complete
-        return self._current
-
-    def _change(self, resizing: Resizing) -> None:
-        """Has the ranks be those that are to do the next step, which this process waits for where it is none of them."""
-        if self.session.is_member and self.step < self.draws.total:
-            generation = resizing.job.next(self.step)
-            if generation is not None:
-                self._resize(resizing, generation)
-        while not self.session.is_member:
-            generation = resizing.job.wait()
-            if generation is None:
-                return
-            self._resize(resizing, generation)
-
-    def _resize(self, resizing: Resizing, generation: Any) -> None:
-        session, joins = self.session, not self.session.is_member
-        resized = resizing.change(generation, session.told)
-        if resized is not None:
-            self._batches, self.step = None, generation.step
-            if session.is_member:
-                session.take_told(resized.told, joins=joins)
+        draws = Draws(SampleOrder(len(dataset), seed), batch_size, parts, count, seed)
+        return Steps(self, draws, BatchLoading(DrawnSamples(dataset), collate_fn, num_workers))
 
 
 def _check(

@@ -25,7 +25,7 @@ from patrickstar.config.options import LossScale, Options
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GradientUse
 from patrickstar.core.shard_layout import RankOf
-from patrickstar.errors import BudgetError
+from patrickstar.errors import BudgetError, RankError, RankLost
 from patrickstar.memory.filesystem import expect_usable
 from patrickstar.memory.links import MakeLane
 from patrickstar.optim.choose import choose_kernels
@@ -130,7 +130,8 @@ def assemble(
         _expect_elastic(memory, optimizer, groups)
         makers = (partial(job.ranks, job.now) if job.rank >= 0 and job.now.size > 1 else None, None)
     # First of all: the others hear of whatever this rank refuses.
-    made = [make and Collectives(make(), timeout_s=memory.options.collective_timeout) for make in makers]
+    kind = RankError if job is None or job.directory is None else RankLost
+    made = [make and Collectives(make(), timeout_s=memory.options.collective_timeout, kind=kind) for make in makers]
     collectives, everyone = made
     try:
         return _assembled(

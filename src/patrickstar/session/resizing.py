@@ -26,7 +26,7 @@ from patrickstar.comm.job import Generation, Job
 from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.resharding import Member, Resharding
 from patrickstar.core.trace import Phase, Touch
-from patrickstar.errors import Error
+from patrickstar.errors import Error, RankError, RankLost
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.session.buffers import Kind
 from patrickstar.session.close import Closing
@@ -43,6 +43,9 @@ class Contents(NamedTuple):
     units: tuple[PlaneRef, ...]
     steps: dict[str, int]
     told: Any
+
+
+_NOTHING = Contents((), (), {}, None)
 
 
 class Resized(NamedTuple):
@@ -80,7 +83,7 @@ class Resizing:
         """
         old, now, is_member = self.parts, self.job.now, self.job.member in generation.members
         ranks = self.job.ranks(generation) if is_member and generation.size > 1 else None
-        collectives = None if ranks is None else Collectives(ranks, timeout_s=self.timeout_s)
+        collectives = None if ranks is None else Collectives(ranks, timeout_s=self.timeout_s, kind=self.kind)
         # Of those that are there before and after, all are in the larger of both.
         shared = collectives if old is None or generation.size > now.size else old.collectives
         new: Parts | None = None
@@ -117,6 +120,29 @@ class Resizing:
         self._install(new, contents)
         self.job.begins(generation)
         return Resized(moved_bytes, round(all_bytes * moves.least), contents.told)
+
+    def recover(self, generation: Generation) -> None:
+        """Has the ranks be those that are left, with parts without contents: whatever there was is of a step that is broken."""
+        if self.parts is not None:
+            self.parts.executor.pending = None
+            self.parts.executor.store.land_all()
+        collectives = None
+        if generation.size > 1:
+            collectives = Collectives(self.job.ranks(generation), timeout_s=self.timeout_s, kind=self.kind)
+        self._install(None, _NOTHING)
+        try:
+            new = self.ground.parts(collectives)
+        except BaseException as error:
+            if collectives is not None:
+                collectives.close(f"{collectives.me} has no room among {generation.size} ranks: {error}")
+            raise
+        self._install(new, _NOTHING)
+        self.job.begins(generation)
+
+    @property
+    def kind(self) -> type[RankError]:
+        """The error about ranks that are lost: one that the job survives, where it is supervised."""
+        return RankError if self.job.directory is None else RankLost
 
     def _move(
         self, new: Parts | None, units: tuple[PlaneRef, ...], moves: Resharding, shared: Collectives | None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 
 def keyed_seed(*key: int) -> int:
@@ -46,13 +47,55 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
+class Draws:
+    """What the parts of all steps draw. `parts`: of a step, each of as many of the `batch_size` samples. total: number of steps."""
+
+    order: SampleOrder
+    batch_size: int
+    parts: int
+    total: int
+    seed: int
+
+    def seed_of(self, step: int, part: int) -> int:
+        """The seed of a part."""
+        return keyed_seed(self.seed, step, part)
+
+    def of_rank(self, step: int, rank: int, size: int) -> Iterator[Draw]:
+        """The draws of one of so many ranks, from a step on."""
+        each = self.batch_size // self.parts
+        for at in range(step, self.total):
+            for part in range(rank, self.parts, size):
+                yield Draw(self.seed_of(at, part), self.order.indices(at * self.batch_size + part * each, each))
+
+
+@dataclass(frozen=True, slots=True)
 class DrawnSamples:
     """A map-style dataset as a `DataLoader` sees it, which asks for all samples of a `Draw` at once."""
 
     dataset: Any
 
-    def __getitems__(self, draw: Draw) -> list[Any]:  # noqa: PLW3201  (torch's name for it)
+    def __getitems__(self, draw: Draw) -> list[Any]:
         """The samples of a part. What the dataset draws by torch depends on the part alone, not on the process that draws it."""
         torch.manual_seed(draw.seed)
         many = getattr(self.dataset, "__getitems__", None)
         return list(many(list(draw.indices))) if many is not None else [self.dataset[index] for index in draw.indices]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLoading:
+    """Makes batches of samples, as torch's `DataLoader` does."""
+
+    samples: DrawnSamples
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    num_workers: int = 0
+
+    def batches(self, draws: Iterator[Draw]) -> Iterator[Any]:
+        """The batches of these draws. Numbers that torch's loader draws for itself are not the program's."""
+        loader: DataLoader[Any] = DataLoader(
+            self.samples,  # type: ignore[arg-type]  # asked for many at once alone
+            batch_sampler=draws,  # type: ignore[arg-type]  # of draws
+            collate_fn=self.collate_fn,
+            num_workers=self.num_workers,
+            generator=torch.Generator(),
+        )
+        return iter(loader)

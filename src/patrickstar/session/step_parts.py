@@ -8,19 +8,22 @@ who computes what.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from patrickstar.errors import LayoutError, StateError
+from patrickstar.errors import LayoutError, RankLost, StateError
 from patrickstar.session.parts import Parts
 from patrickstar.step.training_deferred import DeferredTraining
+
+_STOP: Final = b"s"
 
 
 class StepParts:
     """One step: this rank's parts of it, to be iterated over, inside of a `with` block.
 
     Attributes:
+        lost: the loss of a rank that has broken the step.
         step: its number, from 0 on. index: of the part under way; -1 before the first. seed: of that part, for random numbers that are not torch's.
     """
 
@@ -34,9 +37,11 @@ class StepParts:
         size: int,
         seed_of: Callable[[int, int], int],
         batches: Iterator[Any],
+        is_told: Callable[[], bool],
     ) -> None:
         self.step, self.index, self.seed = step, -1, 0
         self.completed = False
+        self.lost: RankLost | None = None
         self._count, self._of, self._seed_of, self._batches = count, of, seed_of, batches
         self._mine = range(rank, count, size)
         self._serves = rank >= count % size > 0  # in the last round, which others have parts of
@@ -44,6 +49,7 @@ class StepParts:
         self._backwards = 0
         self._began = False
         self._buffers = _versions(of)
+        self._is_told = is_told
 
     def __iter__(self) -> Iterator[Any]:
         training = self._of.training
@@ -60,15 +66,19 @@ class StepParts:
             torch.manual_seed(self.seed)
             if training.gathering is not None:
                 training.gathering.order.heard = []
+                training.gathering.says = _STOP * self._is_told()
             self._done += 1
             yield batch
 
     def __enter__(self) -> StepParts:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
         if kind is None:
             self.expect_completed()
+        if isinstance(error, RankLost):
+            self.lost = error.with_traceback(None)  # which holds what the step has made
+        return self.lost is not None
 
     def complete(self) -> None:
         """Completes the gradients of the step, before they are first used: all parts have run on all ranks, and what is added up becomes the mean.
@@ -96,6 +106,11 @@ class StepParts:
         self.completed = True
         if self._count > 1:
             training.multiply(torch.tensor(1 / self._count, dtype=torch.float32))
+
+    def stops(self, *, is_told: bool) -> bool:
+        """Whether a rank was told to stop before the last backward of the step, which all ranks know alike."""
+        gathering = self._of.training.gathering
+        return is_told if gathering is None else _STOP in gathering.heard
 
     def expect_completed(self) -> None:
         """Raises StateError where the step was left before its gradients were used."""

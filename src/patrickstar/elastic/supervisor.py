@@ -1,0 +1,297 @@
+"""The supervisor of a job on one machine: holds its store, starts its processes, takes orders, and decides what becomes of the job when ranks are lost.
+
+Processes beside the ranks, which are *warm*, have run the program up to its first step and wait there without states. What ranks do at the boundary of
+a step they agree on by themselves (`comm/job.py`); here it is only seen to that there are as many processes as are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from patrickstar.comm.job import (
+    DIRECTORY,
+    NOW,
+    PLANNED,
+    PRESENT,
+    SAVE_EVERY,
+    SIZES,
+    Generation,
+    ask,
+    read_generation,
+    write_generation,
+)
+from patrickstar.elastic.job_directory import JobDirectory
+from patrickstar.elastic.rank_process import RankProcess
+
+_POLL_S: Final = 0.05
+_LOST_S: Final = (
+    10.0  # after that a process that is stopped, or that does not answer where others were lost, counts as lost
+)
+_ENDS_S: Final = 30.0
+_RESTARTS: Final = 3  # without a new checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRequest:
+    """What a job is to be. `warm`: processes beside the ranks, at most. `planned`: sizes by step, as `100:2,200:4`. `replaces`: whether what is lost is replaced."""
+
+    command: Sequence[str]
+    least: int
+    most: int
+    size: int
+    warm: int
+    threads: int
+    save_every: int
+    replaces: bool = False
+    planned: str = ""
+
+
+class Supervisor:
+    """Runs a job to its end."""
+
+    def __init__(self, request: JobRequest, directory: JobDirectory) -> None:
+        self._request, self._directory = request, directory
+        self._processes: dict[int, RankProcess] = {}
+        self._lost: dict[int, str] = {}
+        self._next_member = 0
+        self._want = request.size
+        self._statuses: dict[int, int] = {}
+        self._ends_with: int | None = None
+        self._ends_at = math.inf
+        self._restarts, self._newest = 0, ""
+        self._unanswered_at: float | None = None
+
+    def run(self) -> int:
+        """The exit status of the job, when all of its processes have ended."""
+        self._directory.make()
+        handled = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+        }
+        try:
+            with self._directory.taking_orders(self._carry_out) as serve:
+                self._start(self._request.size)
+                while (status := self._looked()) is None:
+                    serve(_POLL_S)
+                return status
+        finally:
+            for process in self._processes.values():
+                process.signal(signal.SIGKILL)
+            for number, handler in handled.items():
+                signal.signal(number, handler)
+
+    # orders
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self._ask(self._request.least, "signal")
+        elif number == signal.SIGUSR2:
+            self._ask(self._request.most, "signal")
+        else:
+            again, self._ends_with, self._ends_at = (
+                self._ends_with is not None,
+                128 + number,
+                time.monotonic() + _ENDS_S,
+            )
+            for process in self._processes.values():
+                process.signal(signal.SIGKILL if again else signal.SIGTERM)
+
+    def _carry_out(self, order: Any) -> Mapping[str, Any]:
+        if order["do"] == "resize":
+            size = int(order["size"])
+            if not self._request.least <= size <= self._request.most:
+                return {"error": f"{size} ranks: this job has {self._request.least} to {self._request.most}"}
+            self._ask(size, order.get("why", "asked"))
+        generation = self._generation()
+        return {
+            "size": 0 if generation is None else generation.size,
+            "want": self._want,
+            "min": self._request.least,
+            "max": self._request.most,
+            "step": int(self._read("progress") or 0),
+            "ranks": [
+                {"rank": rank, "pid": self._processes[member].pid}
+                for rank, member in enumerate(generation.members if generation is not None else ())
+                if member in self._processes
+            ],
+            "waiting": [
+                process.pid
+                for member, process in self._processes.items()
+                if generation is None or member not in generation.members
+            ],
+            "checkpoint": str(self._directory.newest_checkpoint or ""),
+        }
+
+    def _ask(self, size: int, why: str) -> None:
+        self._want = size
+        if (store := self._job()) is not None:
+            ask(store, size, why)
+        self._fill(size)
+
+    # processes
+
+    def _start(self, size: int) -> None:
+        """Starts the program anew with so many ranks, and those that wait; it begins with the newest checkpoint, if there is one."""
+        listening = socket.create_server(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        self._store = dist.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+        self._next_member, self._want = 0, size
+        self._environment = {
+            SIZES: f"{self._request.least}:{self._request.most}",
+            PRESENT: str(size),
+            DIRECTORY: str(self._directory.path.absolute()),
+            SAVE_EVERY: str(self._request.save_every),
+            PLANNED: self._request.planned,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # it is here
+            "LOCAL_WORLD_SIZE": str(self._request.most),
+            "OMP_NUM_THREADS": str(self._request.threads),
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0"),
+            "PYTHONUNBUFFERED": "1",
+        }
+        self._fill(size)
+
+    def _fill(self, size: int) -> None:
+        """Starts processes until there are as many as ranks and warm ones together."""
+        wanted = min(self._request.most, max(size, self._request.size) + self._request.warm)
+        while len(self._processes) < max(wanted, size) and self._ends_with is None:
+            slot = next(
+                slot
+                for slot in range(len(self._processes) + 1)
+                if slot not in {one.slot for one in self._processes.values()}
+            )
+            self._processes[self._next_member] = RankProcess(
+                self._request.command, self._next_member, slot, self._environment
+            )
+            self._next_member += 1
+
+    def _looked(self) -> int | None:
+        """Looks at all processes, and does what has to be done; the exit status once the job is over."""
+        for member, process in list(self._processes.items()):
+            if process.stopped_s() > _LOST_S:
+                process.signal(signal.SIGKILL)
+            if (status := process.status) is not None:
+                del self._processes[member]
+                self._ended(member, status)
+        over = self._read("over") is not None
+        if self._lost and self._ends_with is None and not over:
+            return self._recover()
+        if not self._processes:
+            failed = next((status for status in self._statuses.values() if status), 0)
+            return self._ends_with or (128 - failed if failed < 0 else failed)
+        if time.monotonic() > self._ends_at:
+            for process in self._processes.values():
+                process.signal(signal.SIGKILL)
+        self._follow_program()
+        return None
+
+    def _ended(self, member: int, status: int) -> None:
+        self._statuses[member] = status
+        generation = self._generation()
+        if (store := self._job()) is not None:
+            store.set(f"gone/{member}", "1")
+        if status and (generation is None or member in generation.members):
+            how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+            self._lost[member] = how
+
+    def _follow_program(self) -> None:
+        """Has as many processes as the program itself has asked for."""
+        want = self._read("want")
+        if want is not None and (size := json.loads(want)["size"]) != self._want:
+            self._want = size
+            self._fill(size)
+
+    # losses
+
+    def _recover(self) -> int | None:
+        """Has the job go on without the ranks that are lost, once those that are left have said that they know of it."""
+        store, generation = self._job(), self._generation()
+        members = range(self._request.size) if generation is None else generation.members
+        left = [member for member in members if member in self._processes]
+        loss = 0 if store is None else store.add("losses", 0) + 1
+        said = {
+            member: json.loads(text) for member in left if (text := self._read(f"survivor/{loss}/{member}")) is not None
+        }
+        self._unanswered_at = self._unanswered_at or time.monotonic()
+        if len(said) < len(left):
+            if time.monotonic() - self._unanswered_at > _LOST_S:
+                for member in set(left) - said.keys():
+                    self._processes[member].signal(signal.SIGKILL)
+            return None
+        self._unanswered_at = None
+        lost, self._lost = self._lost, {}
+        why = ", ".join(
+            f"lost rank {members.index(member)} ({how})" for member, how in lost.items() if member in members
+        )
+        if store is None or len(left) < self._request.least or self._directory.newest_checkpoint is None:
+            return self._begin_again(why, lost, left)
+        assert generation is not None
+        number = max(known["number"] for known in said.values()) + 2
+        write_generation(store, Generation(number, tuple(left), -1, why, recovers=True))
+        # Who was called to a generation that does not come waits for others in vain.
+        for member in self._processes.keys() - set(left):
+            self._processes.pop(member).signal(signal.SIGKILL)
+        store.set(f"recovery/{loss}", str(number))
+        store.add("losses", 1)
+        self._want = len(left)
+        ask(store, self._request.size if self._request.replaces else len(left), "replaces a lost rank")
+        self._fill(self._request.size if self._request.replaces else len(left))
+        return None
+
+    def _begin_again(self, why: str, lost: Mapping[int, str], left: Sequence[int]) -> int | None:
+        """Starts the program anew, from the newest checkpoint or from the beginning; the exit status where it does not go on."""
+        newest = str(self._directory.newest_checkpoint or "")
+        failed = [status for member, status in self._statuses.items() if member in lost and status > 0]
+        self._restarts = self._restarts + 1 if newest == self._newest else 1
+        self._newest = newest
+        size = self._request.size if self._request.replaces else len(left)
+        for process in self._processes.values():
+            process.signal(signal.SIGKILL)
+        if size < self._request.least or self._restarts > _RESTARTS or failed:
+            where = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
+            print(
+                f"patrickstar: {why}; {len(left)} of at least {self._request.least} ranks are left; {where}",
+                file=sys.stderr,
+            )
+            return failed[0] if failed and not left else 1
+        print(
+            f"patrickstar: {why}; training begins again, {'from the newest checkpoint' if newest else 'as there is no checkpoint yet'}",
+            file=sys.stderr,
+        )
+        for process in self._processes.values():
+            while process.status is None:
+                time.sleep(_POLL_S)
+        self._processes.clear()
+        self._statuses.clear()
+        self._start(size)
+        return None
+
+    # the store
+
+    def _job(self) -> dist.Store | None:
+        """The store as the job that is there now has it, once there is one."""
+        return dist.PrefixStore(self._store.get(NOW).decode(), self._store) if self._store.check([NOW]) else None
+
+    def _read(self, key: str) -> bytes | None:
+        store = self._job()
+        return store.get(key) if store is not None and store.check([key]) else None
+
+    def _generation(self) -> Generation | None:
+        """The generation that is there now."""
+        number = self._read("present")
+        return None if number is None else read_generation(self._read(f"generation/{number.decode()}") or b"")

@@ -1,0 +1,214 @@
+"""The steps of an elastic session, one after the other: between two of them ranks come and go, are replaced after a loss, and checkpoints are written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from patrickstar.comm.job import Generation
+from patrickstar.errors import RankError, RankLost
+from patrickstar.session.resizing import Resized, Resizing
+from patrickstar.session.sample_order import BatchLoading, Draws
+from patrickstar.session.step_parts import StepParts
+
+if TYPE_CHECKING:
+    from patrickstar.session.elastic import Elastic
+
+_log = logging.getLogger("patrickstar")
+_KEPT: Final = 2
+_TERMINATED: Final = 143
+
+
+class Steps:
+    """An iterator over the steps that are still to be done. `draws`: what parts draw. loading: makes batches of that.
+
+    Attributes:
+        step: the number of the next step, from 0 on.
+    """
+
+    def __init__(self, session: Elastic, draws: Draws, loading: BatchLoading) -> None:
+        self.step = 0
+        self._session, self._draws, self._loading = session, draws, loading
+        self._current: StepParts | None = None
+        self._batches: Iterator[Any] | None = None
+        self._saved = -1
+        self._has_begun = False
+        self._handled: Any = None
+        self._is_told_to_stop = False
+
+    def __iter__(self) -> Steps:
+        return self
+
+    def __next__(self) -> StepParts:
+        resizing = self._session.resizing
+        if resizing is None:
+            self._end_step()
+            return self._begin_step()
+        lost = self._current.lost if self._current is not None else None
+        while True:
+            try:
+                if lost is not None:
+                    self._recover(resizing, lost)
+                return self._next_step(resizing)
+            except RankLost as error:
+                lost = error.with_traceback(None)
+
+    def _next_step(self, resizing: Resizing) -> StepParts:
+        if not self._has_begun:
+            self._begin(resizing)
+        stops = self._end_step()
+        self._change(resizing)
+        if stops or self._is_due(resizing):
+            self._save(resizing)
+        if stops:
+            raise SystemExit(_TERMINATED)
+        return self._begin_step()
+
+    def _end_step(self) -> bool:
+        """Takes the end of the step before; gives whether some rank was told to stop in it."""
+        current, self._current = self._current, None
+        if current is None:
+            return self._is_told_to_stop and self._session.world_size == 1
+        current.expect_completed()
+        self.step += 1
+        return current.stops(is_told=self._is_told_to_stop)
+
+    def _begin_step(self) -> StepParts:
+        session = self._session
+        if not session.is_member or self.step >= self._draws.total:
+            self._end()
+            raise StopIteration
+        parts, rank, size = session.present.expect(), session.rank, session.world_size
+        if self._batches is None:
+            self._batches = self._loading.batches(self._draws.of_rank(self.step, rank, size))
+        self._current = StepParts(
+            self.step,
+            self._draws.parts,
+            of=parts,
+            rank=rank,
+            size=size,
+            seed_of=self._draws.seed_of,
+            batches=self._batches,
+            is_told=lambda: self._is_told_to_stop,
+        )
+        parts.training.completing = self._current.complete
+        return self._current
+
+    # the job
+
+    def _begin(self, resizing: Resizing) -> None:
+        """Takes up the newest checkpoint of the job, if there is one; from now on SIGTERM ends a step, and not the process."""
+        self._has_begun = True
+        if resizing.job.directory is not None and self._session.is_member:
+            self._load(resizing)
+        if threading.current_thread() is threading.main_thread():
+            self._handled = signal.signal(signal.SIGTERM, self._stop)
+
+    def _end(self) -> None:
+        if self._handled is not None:
+            signal.signal(signal.SIGTERM, self._handled)
+            self._handled = None
+        if self._session.resizing is not None and self._session.rank == 0:
+            self._session.resizing.job.over()
+
+    def _stop(self, *_: object) -> None:
+        self._is_told_to_stop = True
+        if not self._session.is_member:
+            sys.exit(_TERMINATED)
+
+    def _change(self, resizing: Resizing) -> None:
+        """Has the ranks be those that are to do the next step, which this process waits for where it is none of them."""
+        if self._session.is_member and self.step < self._draws.total:
+            generation = resizing.job.next(self.step)
+            if generation is not None:
+                self._resize(resizing, generation)
+        while not self._session.is_member:
+            generation = resizing.job.wait()
+            if generation is None:
+                return
+            if generation.recovers:
+                self._take_over(resizing, generation)
+            else:
+                self._resize(resizing, generation)
+
+    def _resize(self, resizing: Resizing, generation: Generation) -> None:
+        session, before, began = self._session, resizing.job.now.size, time.monotonic()
+        joins = not session.is_member
+        resized = resizing.change(generation, session.told)
+        if resized is None:
+            return
+        self._batches, self.step = None, generation.step
+        if session.is_member:
+            session.take_told(resized.told, joins=joins)
+            seconds = time.monotonic() - began
+            if (collectives := session.present.expect().collectives) is not None:
+                seconds = max(collectives.agree(0.0 if joins else seconds, "seconds of a resize"))
+            if session.rank == 0:
+                _write(resizing, generation, before, seconds=seconds, resized=resized)
+
+    # losses
+
+    def _recover(self, resizing: Resizing, lost: RankLost) -> None:
+        """Goes on without a rank, from the newest checkpoint. RankError: nobody is lost, or nothing goes on."""
+        self._current = self._batches = None
+        before, began = resizing.job.now.size, time.monotonic()
+        generation = resizing.job.survived(lost.reason)
+        if generation is None:
+            raise RankError(str(lost), ranks=lost.ranks, action=lost.action, reason=lost.reason) from lost
+        self._take_over(resizing, generation)
+        if self._session.rank == 0:
+            resized = Resized(0, 0, None)
+            _write(resizing, generation, before, seconds=time.monotonic() - began, resized=resized)
+
+    def _take_over(self, resizing: Resizing, generation: Generation) -> None:
+        resizing.recover(generation)
+        self._batches = None
+        self._load(resizing)
+
+    # checkpoints
+
+    def _is_due(self, resizing: Resizing) -> bool:
+        every = resizing.job.save_every
+        return (
+            every > 0
+            and self._session.is_member
+            and self.step % every == 0
+            and self._saved < self.step < self._draws.total
+        )
+
+    def _save(self, resizing: Resizing) -> None:
+        if resizing.job.directory is not None and self._session.is_member and self._saved != self.step:
+            session: Any = self._session
+            session.save_checkpoint(resizing.job.directory / "checkpoints", extra={"step": self.step}, keep=_KEPT)
+            self._saved = self.step
+
+    def _load(self, resizing: Resizing) -> None:
+        assert resizing.job.directory is not None
+        directory = resizing.job.directory / "checkpoints"
+        if (directory / "latest").exists():
+            session: Any = self._session
+            self.step = self._saved = session.load_checkpoint(directory)["step"]
+
+
+def _write(resizing: Resizing, generation: Generation, before: int, *, seconds: float, resized: Resized) -> None:
+    """Adds a line about a resize to the log of the job, and to that of the program."""
+    event = {
+        "event": "resize",
+        "step": generation.step,
+        "from": before,
+        "to": generation.size,
+        "seconds": round(seconds, 4),
+        "moved_bytes": resized.moved_bytes,
+        "least_bytes": resized.least_bytes,
+        "why": generation.why,
+    }
+    _log.info("%d ranks in place of %d from step %d on: %s", generation.size, before, generation.step, generation.why)
+    if resizing.job.directory is not None:
+        with (resizing.job.directory / "log.jsonl").open("a") as file:
+            file.write(json.dumps(event) + "\n")
