@@ -33,7 +33,7 @@ class JobDirectory:
     def newest_checkpoint(self) -> Path | None:
         """The newest checkpoint that is complete, if there is one."""
         latest = self.path / "checkpoints" / "latest"
-        return latest if latest.exists() else None
+        return latest.parent / latest.read_text().strip() if latest.exists() else None
 
     def write(self, event: Mapping[str, Any]) -> None:
         """Adds a line to the log."""

@@ -248,6 +248,8 @@ class Supervisor:
             self._processes.pop(member).signal(signal.SIGKILL)
         store.set(f"recovery/{loss}", str(number))
         store.add("losses", 1)
+        for member in lost:
+            del self._statuses[member]  # the job has survived it
         self._want = len(left)
         ask(store, self._request.size if self._request.replaces else len(left), "replaces a lost rank")
         self._fill(self._request.size if self._request.replaces else len(left))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
+
+from torch.distributed import DistNetworkError
 
 from patrickstar.comm.job import Generation
 from patrickstar.errors import RankError, RankLost
@@ -40,6 +43,7 @@ class Steps:
         self._saved = -1
         self._has_begun = False
         self._handled: Any = None
+        self._parent = os.getppid()
         self._is_told_to_stop = False
 
     def __iter__(self) -> Steps:
@@ -62,12 +66,15 @@ class Steps:
     def _next_step(self, resizing: Resizing) -> StepParts:
         if not self._has_begun:
             self._begin(resizing)
-        stops = self._end_step()
-        self._change(resizing)
-        if stops or self._is_due(resizing):
+        if self._end_step():
             self._save(resizing)
-        if stops:
             raise SystemExit(_TERMINATED)
+        try:
+            self._change(resizing)
+        except DistNetworkError:  # the store is gone, with the supervisor
+            self._stop()
+        if self._is_due(resizing):
+            self._save(resizing)
         return self._begin_step()
 
     def _end_step(self) -> bool:
@@ -119,6 +126,9 @@ class Steps:
 
     def _stop(self, *_: object) -> None:
         self._is_told_to_stop = True
+        if os.getppid() != self._parent:  # nobody reads what is printed any more
+            for stream in (1, 2):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         if not self._session.is_member:
             sys.exit(_TERMINATED)
 
@@ -150,7 +160,7 @@ class Steps:
             if (collectives := session.present.expect().collectives) is not None:
                 seconds = max(collectives.agree(0.0 if joins else seconds, "seconds of a resize"))
             if session.rank == 0:
-                _write(resizing, generation, before, seconds=seconds, resized=resized)
+                _write(resizing, generation, before, self.step, seconds=seconds, resized=resized)
 
     # losses
 
@@ -164,7 +174,7 @@ class Steps:
         self._take_over(resizing, generation)
         if self._session.rank == 0:
             resized = Resized(0, 0, None)
-            _write(resizing, generation, before, seconds=time.monotonic() - began, resized=resized)
+            _write(resizing, generation, before, self.step, seconds=time.monotonic() - began, resized=resized)
 
     def _take_over(self, resizing: Resizing, generation: Generation) -> None:
         resizing.recover(generation)
@@ -183,7 +193,7 @@ class Steps:
         )
 
     def _save(self, resizing: Resizing) -> None:
-        if resizing.job.directory is not None and self._session.is_member and self._saved != self.step:
+        if resizing.job.directory is not None and self._saved != self.step:
             session: Any = self._session
             session.save_checkpoint(resizing.job.directory / "checkpoints", extra={"step": self.step}, keep=_KEPT)
             self._saved = self.step
@@ -196,11 +206,11 @@ class Steps:
             self.step = self._saved = session.load_checkpoint(directory)["step"]
 
 
-def _write(resizing: Resizing, generation: Generation, before: int, *, seconds: float, resized: Resized) -> None:
+def _write(resizing: Resizing, generation: Generation, before: int, step: int, *, seconds: float, resized: Resized) -> None:
     """Adds a line about a resize to the log of the job, and to that of the program."""
     event = {
         "event": "resize",
-        "step": generation.step,
+        "step": step,
         "from": before,
         "to": generation.size,
         "seconds": round(seconds, 4),
@@ -208,7 +218,7 @@ def _write(resizing: Resizing, generation: Generation, before: int, *, seconds: 
         "least_bytes": resized.least_bytes,
         "why": generation.why,
     }
-    _log.info("%d ranks in place of %d from step %d on: %s", generation.size, before, generation.step, generation.why)
+    _log.info("%d ranks in place of %d from step %d on: %s", generation.size, before, step, generation.why)
     if resizing.job.directory is not None:
         with (resizing.job.directory / "log.jsonl").open("a") as file:
             file.write(json.dumps(event) + "\n")
