@@ -193,6 +193,12 @@ class Job:
             time.sleep(_WAITS_S)
         return read_generation(self._store.get(f"generation/{int(self._store.get(f'call/{number}'))}"))
 
+    def stays(self, number: int) -> None:
+        """Notes that the generation of that number could not be: it is the one that was there, and no other is asked for."""
+        self.begins(Generation(number, self.now.members, self.now.step, self.now.why))
+        if self.rank == 0:
+            ask(self._store, self.now.size, "another size could not be")
+
     def begins(self, generation: Generation) -> None:
         """Notes that a generation is there."""
         self.now = generation

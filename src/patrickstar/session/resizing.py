@@ -23,7 +23,7 @@ from torch import Tensor
 from patrickstar.comm.all_ranks import AllRanks
 from patrickstar.comm.collectives import Collectives
 from patrickstar.comm.job import Generation, Job
-from patrickstar.core.planes import GRAD, PlaneRef
+from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.resharding import Member, Resharding
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import Error, RankError, RankLost
@@ -114,7 +114,7 @@ class Resizing:
             if old is not None and old.collectives is not None and old.collectives.failure is not None:
                 raise
             if old is not None:
-                self.job.begins(Generation(generation.number, now.members, now.step))
+                self.job.stays(generation.number)
                 _log.warning("the job stays at %d ranks: %s", now.size, str(error).partition("\n")[0])
             return None
         self._install(new, contents)
@@ -195,18 +195,21 @@ def _end_step(parts: Parts) -> None:
 
 
 def _units(parts: Parts) -> tuple[PlaneRef, ...]:
-    state = parts.executor.store.state
-    return tuple(sorted(ref for ref in state.home if ref.plane != GRAD and not state.is_free(ref)))
+    """The units that have contents, chunk by chunk: one process has the weight of a tensor of several chunks as one."""
+    state, slots = parts.executor.store.state, parts.layout.slots
+    full = [ref for ref in state.home if ref.plane != GRAD and not state.is_free(ref)]
+    return tuple(sorted(ref._replace(chunk=ref.chunk + n) for ref in full for n in range(slots(ref))))
 
 
 def _unit(parts: Parts | None, ref: PlaneRef, *, writes: bool) -> Tensor | None:
-    """The bytes of a unit, until the next is asked for; None where this process has none."""
+    """A chunk of a unit, until the next is asked for; None where this process has none."""
     if parts is None:
         return None
     with parts.executor.quiet():
-        label = parts.layout.run_of(ref.chunk).tensors[0]
-        (unit,) = parts.executor.use(Phase.STEP, label, (Touch(ref, writes),))
-        return unit
+        run, numel = parts.layout.run_of(ref.chunk), parts.layout.chunk_numel
+        head = run.head if ref.plane == WEIGHT else ref.chunk
+        (unit,) = parts.executor.use(Phase.STEP, run.tensors[0], (Touch(ref._replace(chunk=head), writes),))
+        return unit[(ref.chunk - head) * numel :][:numel]
 
 
 def _expect_fit(old: Parts, new: Parts) -> None:

@@ -231,6 +231,7 @@ class Session(Elastic):
         """
         if not self.is_member or self._parts.events.is_closed:
             return
+        self._parts.training.completing = lambda: None  # a step that was left is not gone on with
         self._parts.events.check_watch()
         self._parts.binding.whole.take_back()
         if self._closing is None:

@@ -8,9 +8,11 @@ who computes what.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from patrickstar.errors import LayoutError, RankLost, StateError
 from patrickstar.session.parts import Parts
@@ -38,6 +40,7 @@ class StepParts:
         seed_of: Callable[[int, int], int],
         batches: Iterator[Any],
         is_told: Callable[[], bool],
+        is_first: bool,
     ) -> None:
         self.step, self.index, self.seed = step, -1, 0
         self.completed = False
@@ -48,7 +51,7 @@ class StepParts:
         self._done = 0
         self._backwards = 0
         self._began = False
-        self._buffers = _versions(of)
+        self._buffers = _buffers_of(of, values=is_first)
         self._is_told = is_told
 
     def __iter__(self) -> Iterator[Any]:
@@ -93,7 +96,7 @@ class StepParts:
             raise StateError(
                 f"step {self.step}: gradients are used before part {self._mine[self._done]} of {self._count} has run backward"
             )
-        if odd := [name for name, version in _versions(self._of).items() if self._buffers.get(name) != version]:
+        if odd := [name for name, version in self._buffers.items() if not version.is_of(self._of)]:
             raise LayoutError(
                 f"the forward changes the buffer {odd[0]} ({len(odd)} in all), such as a running mean: its value would depend on the number of ranks. "
                 "Use a layer without running statistics (GroupNorm, LayerNorm), or freeze them (module.eval())"
@@ -128,5 +131,24 @@ class StepParts:
             )
 
 
-def _versions(parts: Parts) -> dict[str, tuple[int, int]]:
-    return {name: (id(buffer), buffer._version) for name, buffer in parts.model.named_buffers()}
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """A buffer as it was. `value`: where it was looked at; kernels of batch norm change one without counting that."""
+
+    name: str
+    buffer: Tensor
+    version: int
+    value: Tensor | None
+
+    def is_of(self, parts: Parts) -> bool:
+        """Tells whether the model still has it as it was."""
+        buffer = parts.model.get_buffer(self.name)
+        is_same = buffer is self.buffer and buffer._version == self.version
+        return is_same and (self.value is None or torch.equal(self.value, buffer))
+
+
+def _buffers_of(parts: Parts, *, values: bool) -> dict[str, _Buffer]:
+    return {
+        name: _Buffer(name, buffer, buffer._version, buffer.clone() if values and buffer.is_floating_point() else None)
+        for name, buffer in parts.model.named_buffers()
+    }

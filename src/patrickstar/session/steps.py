@@ -92,6 +92,7 @@ class Steps:
             self._end()
             raise StopIteration
         parts, rank, size = session.present.expect(), session.rank, session.world_size
+        is_first = self._batches is None
         if self._batches is None:
             self._batches = self._loading.batches(self._draws.of_rank(self.step, rank, size))
         self._current = StepParts(
@@ -103,6 +104,7 @@ class Steps:
             seed_of=self._draws.seed_of,
             batches=self._batches,
             is_told=lambda: self._is_told_to_stop,
+            is_first=is_first,
         )
         parts.training.completing = self._current.complete
         return self._current
@@ -206,7 +208,9 @@ class Steps:
             self.step = self._saved = session.load_checkpoint(directory)["step"]
 
 
-def _write(resizing: Resizing, generation: Generation, before: int, step: int, *, seconds: float, resized: Resized) -> None:
+def _write(
+    resizing: Resizing, generation: Generation, before: int, step: int, *, seconds: float, resized: Resized
+) -> None:
     """Adds a line about a resize to the log of the job, and to that of the program."""
     event = {
         "event": "resize",
