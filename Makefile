@@ -77,12 +77,13 @@ format: $(STAMP)
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants
 
-# Ranks killed at COUNT moments of training and saving, which SEED decides.
+# Ranks killed at COUNT moments of training and saving, and of elastic jobs, which SEED decides.
 SEED ?= 0
-COUNT ?= 50
+COUNT ?= 60
 
 torture: $(STAMP)
 	$(BIN)/python -m tests.session.kills $(SEED) $(COUNT)
+	$(BIN)/python -m tests.elastic.torture $(SEED) $(COUNT)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py

@@ -1,0 +1,123 @@
+"""`patrickstar elastic run`: jobs of real processes that are resized, killed, stopped and continued."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from patrickstar.cli.main import cli
+from patrickstar.elastic.job_directory import JobDirectory
+from patrickstar.errors import StateError
+from tests.elastic.running import digest_of_one, digests, running
+
+pytestmark = pytest.mark.slow
+TOTAL = 40
+
+
+@lru_cache(maxsize=1)
+def want() -> str:
+    return digest_of_one(TOTAL)
+
+
+def test_a_job_grows_and_shrinks_by_plan_and_by_order(tmp_path: Path) -> None:
+    with running(tmp_path / "job", TOTAL, "--min", "1", "--max", "3", "--at", "5:2") as job:
+        found = job.wait_for(7, size=2)
+        assert len(found["ranks"]) == 2
+        job.directory.ask({"do": "resize", "size": 3})
+        with pytest.raises(StateError, match="4 ranks: this job has 1 to 3"):
+            job.directory.ask({"do": "resize", "size": 4})
+        first = found["ranks"][0]["pid"]
+        assert job.wait_for(8, size=3)["ranks"][0]["pid"] == first
+        job.process.send_signal(signal.SIGUSR1)
+        status, output = job.end()
+    assert (status, digests(output)) == (0, {want()}), output
+    events = job.events()
+    assert [(event["from"], event["to"], event["why"]) for event in events] == [
+        (1, 2, "planned"),
+        (2, 3, "asked"),
+        (3, 1, "signal"),
+    ]
+    assert events[0]["step"] >= 5  # once the second process has come
+    assert all(event["moved_bytes"] <= 1.35 * event["least_bytes"] for event in events)
+    assert (tmp_path / "job").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.campaign), 1])
+def test_a_job_survives_a_rank_that_is_killed(rank: int, tmp_path: Path) -> None:
+    flags = ("--min", "1", "--max", "3", "--size", "2", "--save-every", "5", *["--replace"] * rank)
+    with running(tmp_path, TOTAL, *flags) as job:
+        os.kill(job.wait_for(8)["ranks"][rank]["pid"], signal.SIGKILL)
+        status, output = job.end()
+    assert (status, digests(output)) == (0, {want()}), output
+    lost, *more = job.events()
+    assert (lost["from"], lost["to"], lost["why"]) == (2, 1, f"lost rank {rank} (SIGKILL)")
+    assert lost["step"] % 5 == 0
+    assert [event["to"] for event in more] == [2] * rank
+
+
+@pytest.mark.campaign
+def test_a_rank_that_is_stopped_counts_as_lost(tmp_path: Path) -> None:
+    with running(tmp_path, TOTAL, "--min", "1", "--max", "2", "--size", "2", "--save-every", "5") as job:
+        pid = job.wait_for(8)["ranks"][1]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        status, output = job.end()
+    assert (status, digests(output)) == (0, {want()}), output
+    assert [event["why"] for event in job.events()] == ["lost rank 1 (SIGKILL)"]
+
+
+@pytest.mark.campaign
+def test_a_job_without_a_checkpoint_begins_again(tmp_path: Path) -> None:
+    with running(tmp_path, TOTAL, "--min", "1", "--max", "2", "--size", "2") as job:
+        os.kill(job.wait_for(8)["ranks"][1]["pid"], signal.SIGKILL)
+        status, output = job.end()
+    assert (status, digests(output)) == (0, {want()}), output
+    assert "lost rank 1 (SIGKILL); training begins again, as there is no checkpoint yet" in output
+
+
+@pytest.mark.campaign
+def test_fewer_ranks_than_there_must_be_end_the_job(tmp_path: Path) -> None:
+    with running(tmp_path, TOTAL, "--min", "2", "--max", "2", "--save-every", "5") as job:
+        os.kill(job.wait_for(8)["ranks"][1]["pid"], signal.SIGKILL)
+        status, output = job.end()
+    assert status == 1
+    newest = JobDirectory(tmp_path).newest_checkpoint
+    assert f"1 of at least 2 ranks are left; the newest checkpoint is {newest}" in output
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("of", ["the job", "its supervisor"])
+def test_a_job_that_is_ended_saves_and_goes_on_later(of: str, tmp_path: Path) -> None:
+    with running(tmp_path, TOTAL, "--min", "1", "--max", "2", "--size", "2") as job:
+        pids = [rank["pid"] for rank in job.wait_for(8)["ranks"]]
+        job.process.send_signal(signal.SIGTERM if of == "the job" else signal.SIGKILL)
+        status, _ = job.end()
+        assert status == (143 if of == "the job" else -signal.SIGKILL)
+        until = time.monotonic() + 30
+        while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    newest = job.directory.newest_checkpoint
+    assert newest is not None
+    with running(tmp_path, TOTAL, "--min", "1", "--max", "2", "--warm", "0", seconds=0) as again:
+        status, output = again.end()
+    assert (status, digests(output)) == (0, {want()}), output
+
+
+def test_what_the_command_refuses(tmp_path: Path) -> None:
+    def told(*arguments: str) -> str:
+        outcome = CliRunner().invoke(cli, ["elastic", *arguments])
+        return f"{outcome.output}{outcome.exception}"
+
+    assert "--min 3 --max 2" in told("run", "--min", "3", "--max", "2", "--", "python")
+    assert "--size 5: from 1 to 2 is expected" in told("run", "--size", "5", "--max", "2", "--", "python")
+    assert "--at 5:9: STEP:N is expected, with N from 1 to 2" in told(
+        "run", "--max", "2", "--at", "5:9", "--", "python"
+    )
+    assert f"no job runs in {tmp_path}" in told("resize", str(tmp_path), "2")
+    assert f"no job runs in {tmp_path}" in told("status", str(tmp_path))

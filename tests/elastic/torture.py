@@ -1,0 +1,53 @@
+"""Ranks of elastic jobs that are killed at any moment, in steps, saves and resizes: `python -m tests.elastic.torture SEED COUNT`.
+
+Each job goes on to its end with the bits of one process, and computes at most as many steps again as lie between two checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from tests.elastic.running import Running, digest_of_one, digests
+
+TOTAL, EVERY, MOST = 60, 4, 3
+
+
+def main(seed: int, count: int) -> int:
+    """The exit status, after so many kills."""
+    draw, want, killed, failed = random.Random(seed), digest_of_one(TOTAL), 0, 0
+    while killed < count:
+        with tempfile.TemporaryDirectory() as folder:
+            # The order of sizes is that of the plan, each a few steps after the last.
+            plan = ",".join(f"{step}:{draw.randint(1, MOST)}" for step in range(3, TOTAL, draw.randint(3, 8)))
+            flags = ("--min", "1", "--max", str(MOST), "--save-every", str(EVERY), "--replace", "--at", plan)
+            job, here = Running(Path(folder), TOTAL, *flags, seconds=0.12), 0
+            while job.process.poll() is None and here < 6 and killed < count:
+                time.sleep(draw.uniform(0.5, 3.0))
+                ranks = job.status().get("ranks", [])
+                if ranks and job.process.poll() is None:
+                    with suppress(ProcessLookupError):
+                        os.kill(draw.choice(ranks)["pid"], signal.SIGKILL)
+                        killed, here = killed + 1, here + 1
+            try:
+                status, output = job.end(within_s=300)
+            except Exception as error:  # noqa: BLE001  (whatever it is, the next job is tried)
+                job.process.kill()
+                status, output = -1, f"{error}"
+            is_well = status == 0 and digests(output) == {want}
+            failed += not is_well
+            print(
+                f"{killed}/{count}: {here} kills in a job of sizes {plan}: {'as one process' if is_well else output}",
+                flush=True,
+            )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
