@@ -87,7 +87,7 @@ class Batches:
         shard: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> None:
         """Begins at the beginning. `device`: of the batches; None: the CPU. `rows`: those of each batch that are given out here, cut by `shard`."""
-        self._windows = _windows(tokens, seq_len, "training")
+        self._windows = windows_of(tokens, seq_len, "training")
         self._identity: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len, "seed": seed}
         self._identity["tokens"] = hashlib.sha256(tokens.tobytes()).hexdigest()
         self._batch_size = batch_size
@@ -149,14 +149,15 @@ def validation_batches(
     shard: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> list[Batch]:
     """Batches of held-out windows, at most `most`, spread evenly over the text, always the same ones. DataError: it is less than one window."""
-    windows = _windows(tokens, seq_len, "held-out")
+    windows = windows_of(tokens, seq_len, "held-out")
     # A batch smaller than the training one would be another shape to plan for: windows repeat where text is short.
     count = max(1, min(most, len(windows) // batch_size))
     chosen = [index * len(windows) // (count * batch_size) for index in range(count * batch_size)]
     return [shard(as_batch(windows[batch[rows]], device)) for batch in torch.tensor(chosen).split(batch_size)]
 
 
-def _windows(tokens: Tokens, seq_len: int, which: str) -> torch.Tensor:
+def windows_of(tokens: Tokens, seq_len: int, which: str) -> torch.Tensor:
+    """The windows of a text, [windows, seq_len]. `which`: the text, in words. DataError: it is less than one window."""
     count = len(tokens) // seq_len
     if count == 0:
         raise DataError(

@@ -56,7 +56,7 @@ def run(request: Request, signals: StopSignals, world: World) -> int:
             data = prepare_data(
                 request.data, vocab_size=config.vocab_size, own_tokenizer=request.source.tokenizer, display=display
             )
-            device = _device(request.arguments)
+            device = computing_device(request.arguments)
             own: dict[str, Any] = {**request.shape, "device": device, "rows": world.rows(request.batch_size)}
             own["shard"] = request.together.shard
             batches = Batches(data.train, seed=request.seed, **own)
@@ -85,7 +85,7 @@ def run(request: Request, signals: StopSignals, world: World) -> int:
 
 def _foresee(request: Request, display: Display, world: World) -> tuple[Request, nn.Module, Forecast]:
     """Builds the model, chooses what was left open of the request, and looks at what a step takes. BudgetError: it does not fit."""
-    model = _build_deferred(request, display)
+    model = build_deferred(request, display)
     arguments = replace(request.arguments, weights=request.source.weights)
     if request.configuration is not None:
         arguments = memory_for(model, arguments, request.configuration.settings)
@@ -132,7 +132,7 @@ def _train(training: TrainingRun, validation: Sequence[Batch], forecast: Forecas
 
 def _compare(request: Request, data: Data, display: Display, managed: ManagedRun, world: World) -> Comparison:
     """Runs the steps of all ranks in plain PyTorch, on each of them."""
-    device = _device(request.arguments)
+    device = computing_device(request.arguments)
     _seed(request.seed)
     model = request.source.build().to(device)
     alike: dict[str, Any] = {**request.shape, "seed": request.seed, "device": device}
@@ -170,7 +170,7 @@ def _scaling(training: TrainingRun) -> Scaling | None:
     return Scaling(scaler.get_scale(), len(training.progress.losses) - training.session.stats().steps)
 
 
-def _device(arguments: MemoryOptions) -> torch.device:
+def computing_device(arguments: MemoryOptions) -> torch.device:
     """The device that computes, as torch names it."""
     has = find_resources(arguments)
     return torch.device(has.device if has.on_gpu else "cpu")
@@ -184,7 +184,7 @@ def _name_of(arguments: MemoryOptions, device: torch.device) -> str:
     return f"the GPU {device} ({torch.cuda.get_device_name(device)})"
 
 
-def _build_deferred(request: Request, display: Display) -> nn.Module:
+def build_deferred(request: Request, display: Display) -> nn.Module:
     """The model as the seed makes it, without memory for its parameters where its initialisation can be recorded."""
     _seed(request.seed)
     try:

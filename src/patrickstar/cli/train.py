@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,10 @@ from patrickstar.errors import ConfigError
     says="Optimizer, scheduler, precision, clipping, batch and memory in the form of DeepSpeed and PatrickStar 0.4.6. What it does not say is as "
     "without it; flags that are given win.",
 )
+@click.option(
+    "--elastic", metavar="MIN:MAX", help="Train on as many ranks as there are now: see `patrickstar elastic`."
+)
+@flags.whole_number("--parts", says="Numbered parts of a step, of which bits depend, and not on ranks.  [default: MAX]")
 @flags.debug_option
 @click.pass_obj
 def train(invocation: flags.Invocation, **given: Any) -> int:
@@ -76,11 +81,16 @@ def train(invocation: flags.Invocation, **given: Any) -> int:
             f"--compare-plain with {together.flag}: sums of several ranks have another order, and other bits"
         )
     source = ModelSource.find(given["model"])
-    if not given["resume"]:
+    if not given["resume"] and given["elastic"] is None:
         _check_unused(given["checkpoint_dir"])
-    if invocation.may_reexecute:
+    if invocation.may_reexecute and given["elastic"] is None:
         reexec.under_tcmalloc(device=arguments.device, host_memory=arguments.host_memory)
 
+    if given["elastic"] is not None or given["parts"] is not None:
+        from patrickstar.cli import elastic_train
+
+        if given["elastic"] is not None and not elastic_train.is_rank():
+            return elastic_train.supervise(given["elastic"], **_of_job(given), words=sys.argv[2:])
     from patrickstar.cli.run import run
 
     parts: dict[str, Any] = {
@@ -91,7 +101,22 @@ def train(invocation: flags.Invocation, **given: Any) -> int:
         "warmup": WarmupSchedule(given["schedule"], min(100, steps // 10) if warmup is None else warmup, steps),
     }
     parts |= {field.name: given[field.name] for field in fields(Request) if field.name not in parts}
-    return run(Request(**parts), invocation.signals, world)
+    request = Request(**parts)
+    if given["elastic"] is not None or given["parts"] is not None:
+        return elastic_train.run_parts(request, given["parts"] or int(given["elastic"].partition(":")[2]))
+    return run(request, invocation.signals, world)
+
+
+def _of_job(given: dict[str, Any]) -> dict[str, Any]:
+    """What a job takes of the flags. ConfigError: those that it has not."""
+    refused = {
+        "--compare-plain": given["compare_plain"],
+        "--accumulate": given["accumulate"] > 1,
+        "--config": given["config"],
+    }
+    refused |= {"--resume (a job goes on by itself)": given["resume"]}
+    refuse([f"{flag} with --elastic" for flag, is_given in refused.items() if is_given], of="train")
+    return {"save_every": given["save_every"], "directory": given["checkpoint_dir"]}
 
 
 def _check_unused(directory: Path | None) -> None:
