@@ -65,10 +65,10 @@ BLOCKS_2D: tuple[Mutant, ...] = (
     Fault("queries, keys and values are put together as one", "parallel.grid:Cut.whole").by(
         replace("piece.chunk(self.parts, self.cols)", "[piece]"), GPT2
     ),
-    Fault("a loss is the mean of a row of the mesh", "parallel.cross_entropy_2d:cross_entropy_of_blocks").by(
+    Fault("a loss is the mean of a row of the mesh", "parallel.layers_2d:cross_entropy_of_blocks").by(
         replace("grid.rows", "type(grid.rows)()"), LOSSES
     ),
-    Fault("the largest logit is one column's", "parallel.cross_entropy_2d:_CrossEntropy.forward").by(
+    Fault("the largest logit is one column's", "parallel.layers_2d:_CrossEntropy.forward").by(
         replace("grid.cols.largest(wide.amax(-1))", "wide.amax(-1)"), LOSSES
     ),
     Fault("a batch without labels divides by 0", "parallel.token_losses:mean_over").by(

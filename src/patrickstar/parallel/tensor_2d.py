@@ -14,10 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from patrickstar.deferred.deferred_init import deferred_by
 from patrickstar.errors import ConfigError, StateError
 from patrickstar.hooks import watch_root
-from patrickstar.parallel.cross_entropy_2d import cross_entropy_of_blocks
 from patrickstar.parallel.grid import Cut, Grid, gather, piece
 from patrickstar.parallel.group import MeshGroup
-from patrickstar.parallel.layers_2d import BlockLayer, LinearBlock, SharedInput, TakeBlock, TiedHeadBlock
+from patrickstar.parallel.layers_2d import (
+    BlockLayer,
+    LinearBlock,
+    SharedInput,
+    TakeBlock,
+    TiedHeadBlock,
+    cross_entropy_of_blocks,
+)
 from patrickstar.parallel.plans_2d import KINDS, Placed, Plan, placed
 from patrickstar.parallel.random_streams import RandomStreams
 from patrickstar.parallel.token_losses import CausalLoss, mean_alone
@@ -79,8 +85,7 @@ class Tensor2D:
         if hasattr(type(model), "loss_function") and vocabulary:  # a property, which warns when it is asked
             mean = partial(cross_entropy_of_blocks, self.grid, vocabulary[0])
             setattr(model, "loss_function", CausalLoss(mean, shifts=True))  # noqa: B010
-        place = self.grid.rows.rank * self.size + self.grid.cols.rank
-        watch_root(model, RandomStreams(place, device), in_copies=True)
+        watch_root(model, RandomStreams(self.grid.everyone.rank, device), in_copies=True)
         return model
 
     def shard(self, batch: Any) -> Any:
