@@ -60,12 +60,6 @@ class Attributes:
             raise StateError(not_its_own(bound, f"{func.__name__}() was called on {bound.name}"))
         return NotImplemented
 
-    def _get_grad(self, bound: BoundParameter) -> Tensor | None:
-        return self.gradients.get(bound)
-
-    def _set_grad(self, bound: BoundParameter, value: Tensor | None = None) -> None:
-        self.gradients.set(bound, value)
-
     def _detach(self, bound: BoundParameter) -> Tensor:
         expect_no_transform(f"an alias of {bound.name}")
         expect_no_wrapper(f"{bound.name} was detached")
@@ -205,9 +199,9 @@ def not_its_own(bound: BoundParameter, what: str) -> str:
 
 _SPECIAL: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
     {
-        accessor("grad", "__get__"): Attributes._get_grad,
-        accessor("grad", "__set__"): Attributes._set_grad,
-        accessor("grad", "__delete__"): Attributes._set_grad,
+        accessor("grad", "__get__"): lambda own, bound: own.gradients.get(bound),
+        accessor("grad", "__set__"): lambda own, bound, value: own.gradients.set(bound, value),
+        accessor("grad", "__delete__"): lambda own, bound: own.gradients.set(bound, None),
         accessor("data", "__get__"): Attributes._get_data,
         accessor("data", "__set__"): Attributes._set_data,
         Tensor.detach: Attributes._detach,

@@ -237,7 +237,9 @@ class _Fakes:
             alike = self.like(value)
             return alike.requires_grad_() if value.requires_grad else alike
         if isinstance(value, CacheAt):
-            return value.copied(self._of_cache)
+            # Nobody asks for the values of keys, which may be many.
+            fake = self.operations.fakes.from_tensor
+            return value.copied(lambda tensor: fake(tensor.detach()) if tensor.ndim else self.like(tensor))
         if isinstance(value, Mapping):
             faked = {name: self.of(item) for name, item in value.items()}
             return faked if type(value) is dict else _rebuilt(value, faked)
@@ -246,10 +248,6 @@ class _Fakes:
         if isinstance(value, list | tuple):
             return type(value)(self.of(item) for item in value)
         return value
-
-    def _of_cache(self, tensor: Tensor) -> Tensor:
-        """A fake tensor of a cache: nobody asks for the values of keys, which may be many."""
-        return self.operations.fakes.from_tensor(tensor.detach()) if tensor.ndim else self.like(tensor)
 
     def like(self, tensor: Tensor) -> Tensor:
         """A fake tensor without history: on the device, or on the CPU where the real one is there."""
