@@ -127,7 +127,7 @@ PLANNING: tuple[Mutant, ...] = (
         replace("self._moved[at].drops += one.ends", "self._moved[at].drops += one.ends[::-1]"),
         f"{OVERLAP}::test_a_write_back_begins_after_the_last_write_and_ends_halfway_to_the_use_of_its_slots",
     ),
-    Fault("what-comes-early-takes-slots-that-others-use", "plan.free_slots:FreeSlots.enough_from").by(
+    Fault("what-comes-early-takes-slots-that-others-use", "plan.overlap:FreeSlots.enough_from").by(
         never("_free"), f"{OVERLAP}::test_room_that_activations_take_meanwhile_is_not_used"
     ),
     Fault("what-leaves-goes-while-it-is-used", "plan.overlap:_Overlap._unused_from").by(

@@ -20,7 +20,8 @@ from patrickstar.cli.stop import StopSignals
 from patrickstar.cli.world import World
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.memory.process import resident_bytes
-from patrickstar.optim.configured import Scheduler, build_optimizer
+from patrickstar.optim.hyper import build_optimizer
+from patrickstar.optim.schedules import Scheduler
 
 
 @dataclass(slots=True)
