@@ -41,8 +41,7 @@ from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Trace
 from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work, WorkKind
-from patrickstar.plan.plan import Plan
-from patrickstar.plan.snapshot import Snapshot
+from patrickstar.plan.plan import Plan, Snapshot
 
 _At = tuple[int, int]
 """A place in a plan: the number of a moment, and of an action before it, or one of these two."""

@@ -36,9 +36,8 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Trace
 from patrickstar.plan.actions import Action, Drop, Issue, Wait, WorkKind, is_copy, slots_taken, units_of
-from patrickstar.plan.plan import Plan
+from patrickstar.plan.plan import Plan, Snapshot
 from patrickstar.plan.residency import Residency, apply
-from patrickstar.plan.snapshot import Snapshot
 
 _TIERS = tuple(Tier)
 _BLOCK = 48  # moments: near the root of the few thousand that traces have
