@@ -161,7 +161,9 @@ class Engine(nn.Module):
         extra = self.session.load_checkpoint(load_dir)
         if self.lr_scheduler is not None and "lr_scheduler" in extra:
             self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
-        self.optimizer.restore_counts(**extra["engine"])
+        counts = extra["engine"]  # at a boundary
+        self.optimizer.global_steps, self.optimizer.skipped_steps = counts["global_steps"], counts["skipped_steps"]
+        self.optimizer.micro_steps = 0
         return Path(load_dir), extra["client_state"]
 
     def close(self) -> None:
@@ -275,10 +277,6 @@ class EngineOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what this class or torch's saved."""
         self._managed.load_state_dict(state_dict)
-
-    def restore_counts(self, *, global_steps: int, skipped_steps: int) -> None:
-        """A checkpoint was loaded, which is at a boundary."""
-        self.global_steps, self.skipped_steps, self.micro_steps = global_steps, skipped_steps, 0
 
     def __getstate__(self) -> NoReturn:
         raise StateError(

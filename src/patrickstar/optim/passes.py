@@ -59,7 +59,9 @@ class Passes:
         if rest is None and grad.dtype is torch.float32 and not factors:
             self.kernel(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper)
             return
-        numel = masters.host_block_numel() if weight.is_cpu else block_numel(weight.numel(), most=masters.BLOCK_NUMEL)
+        numel = block_numel(weight.numel(), most=masters.BLOCK_NUMEL)
+        if weight.is_cpu:  # for each of torch's threads as many as it takes, or one would do nearly all
+            numel = max(masters.BLOCK_NUMEL, torch.get_num_threads() * masters.GRAIN_NUMEL)
         # Nothing as large as a chunk is made: a block is widened, updated by the kernel for fp32, and narrowed again.
         scratch = (self._widening if rest is None else self._splitting).blocks(weight.device, numel)
         for span in masters.blocks(weight.numel(), of=numel):

@@ -242,7 +242,12 @@ class _Fakes:
             return value.copied(lambda tensor: fake(tensor.detach()) if tensor.ndim else self.like(tensor))
         if isinstance(value, Mapping):
             faked = {name: self.of(item) for name, item in value.items()}
-            return faked if type(value) is dict else _rebuilt(value, faked)
+            if type(value) is dict:
+                return faked
+            rebuilt: Any = copy.copy(value)
+            for name, item in faked.items():
+                rebuilt[name] = item
+            return rebuilt
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(self.of(item) for item in value))
         if isinstance(value, list | tuple):
@@ -292,13 +297,6 @@ def _on_cpu(tensor: Tensor) -> Tensor:
     """A tensor of the same values on the CPU, without history."""
     with Undispatched():  # a mode of fake tensors would give a fake one, which has no values
         return tensor.detach().cpu()
-
-
-def _rebuilt(value: Mapping[str, Any], items: dict[str, Any]) -> Any:
-    rebuilt = copy.copy(value)
-    for name, item in items.items():
-        rebuilt[name] = item  # type: ignore[index]
-    return rebuilt
 
 
 def _backward(output: Any, *, scales: bool) -> None:
