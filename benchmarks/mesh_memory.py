@@ -27,8 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import patrickstar
 from patrickstar.cli.batches import as_batch
+from patrickstar.cli.loop import ResidentGrowth
 from patrickstar.cli.predict import predict
-from patrickstar.cli.resident import ResidentGrowth
 from patrickstar.cli.together import Together, Tried, largest
 from patrickstar.config.arguments import check_arguments
 from patrickstar.core.shard_layout import RankOf

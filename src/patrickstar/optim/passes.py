@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from patrickstar.core.cuda_blocks import cuda_block_bytes
-from patrickstar.optim import fused, masters, reference
+from patrickstar.optim import masters, reference
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.masters import Scratch
 from patrickstar.optim.norm import GlobalNorm
@@ -79,8 +79,8 @@ class Passes:
 
     def update_all(self, planes: Sequence[tuple[Tensor, ...]], *, step: int, hyper: Hyper) -> None:
         """Updates many tensors alike, each as (weight, gradient, exp_avg, exp_avg_sq) in fp32: in one call where torch's kernel takes them all."""
-        if self.kernel is fused.update:
-            fused.update_all(planes, step=step, hyper=hyper)
+        if self.kernel is reference.update_fused:
+            reference.update_all_fused(planes, step=step, hyper=hyper)
             return
         for weight, gradient, exp_avg, exp_avg_sq in planes:
             self.update(weight, None, gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper)

@@ -60,7 +60,13 @@ def make_room(
     compute, stale, slots = state.compute, state.stale, state.slots
     needed = dict.fromkeys(touch.ref for touch in touches if touch.tier in (None, compute))
     below = {touch.ref: touch.writes for touch in touches if touch.tier not in (None, compute)}
-    landing = _landing(state, touches)
+    # Transfers that must be over first: those by which something comes, and those of what is written. By unit, where they go.
+    landing = {
+        touch.ref: flight[1]
+        for touch in (touches if state.under_way else ())
+        if (flight := state.flight(touch.ref))
+        and (touch.writes or not state.is_newest(touch.ref, touch.tier or compute))
+    }
     missing = sorted(ref for ref in needed if not state.is_newest(ref, compute) and landing.get(ref) is not compute)
     keep = {**needed, **dict.fromkeys(held)}
     spent = sorted(ref for ref in stale[compute] if ref not in keep or ref in missing)
@@ -85,18 +91,6 @@ def capacity_of(state: Residency, compute_slots: int, *, host_bytes: int) -> dic
     if state.compute is Tier.HOST:
         return {Tier.HOST: compute_slots}
     return {state.compute: compute_slots, Tier.HOST: host_bytes // state.slot_bytes - state.slots_resting[Tier.HOST]}
-
-
-def _landing(state: Residency, touches: Iterable[Touch]) -> dict[PlaneRef, Tier]:
-    """Transfers that must be over first: those by which something comes, and those of what is written. By unit, where they go."""
-    if not state.under_way:
-        return {}
-    return {
-        touch.ref: flight[1]
-        for touch in touches
-        if (flight := state.flight(touch.ref))
-        and (touch.writes or not state.is_newest(touch.ref, touch.tier or state.compute))
-    }
 
 
 def _choose(
