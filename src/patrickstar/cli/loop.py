@@ -47,7 +47,7 @@ _REMEMBERED: Final = ("step", *LOSSES)
 
 
 class ResidentGrowth:
-    """What `host_memory` promises to bound: the process's size above the one that it is counted from.
+    """Growth of this process while it trains, which `host_memory` promises to bound: its size above the one that is counted from.
 
     That is its size when `manage` is called, which follows, less the weights that are in memory and that the session takes over.
     """

@@ -218,16 +218,10 @@ class _Overlap:
                 elif copy.work.tier is self._below and self._home[ref] is self._below:
                     if len(own) == 2 and ref not in self._plan.start.in_flight:
                         going.append(copy)
-                    elif len(own) == 3 and (found := self._leaving(copy, own[1:], index)) is not None:
-                        leaving.append(found)
+                    elif len(own) == 3 and (begins := self._complete_from(ref, index)) < index:
+                        earliest = max(self._unused_from(ref, index), (begins + index + 1) // 2)
+                        leaving.append(_Leaving(copy, own[1:], earliest, begins))
         return coming, going, leaving
-
-    def _leaving(self, copy: Issue, ends: list[Action], index: int) -> _Leaving | None:
-        """A unit that is written back directly to the tier below at a moment, and dropped; None where it can go no earlier."""
-        begins = self._complete_from(copy.of, index)
-        if begins >= index:
-            return None
-        return _Leaving(copy, ends, max(self._unused_from(copy.of, index), (begins + index + 1) // 2), begins)
 
     def _unused_from(self, ref: PlaneRef, index: int) -> int:
         """The moment from which on nobody uses a unit until this one, as early as something may be."""
