@@ -18,9 +18,9 @@ from variants import Variant
 
 import patrickstar
 from patrickstar.cli.batches import Batch, Batches, random_tokens
+from patrickstar.cli.loop import ResidentGrowth
 from patrickstar.cli.models import ModelSource, check_length
 from patrickstar.cli.predict import predict
-from patrickstar.cli.resident import ResidentGrowth
 from patrickstar.config.arguments import check_arguments
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.memory.process import reset_peak

@@ -230,6 +230,35 @@ def blocks() -> str:
     return "\n".join([before, "", heads, "|---" * 5 + "|", *cells])
 
 
+def tokens_in_memory() -> str:
+    """The longest sequence in the same memory a rank."""
+    return in_memory(0, "one sequence", "tokens")
+
+
+def rows_in_memory() -> str:
+    """The largest batch in the same memory a rank."""
+    return in_memory(2, f"sequences of {result('mesh_memory')['rows_of']} tokens", "sequences")
+
+
+def in_memory(first: int, batch: str, unit: str) -> str:
+    """One process and 4 ranks, of which the rows of the result begin at `first`."""
+    found = result("mesh_memory")
+    model, pair = found["model"], found["rows"][first : first + 2]
+    before = paragraph(
+        f"What trains in `host_memory` of {found['memory_bytes'] // MIB} MiB for each rank ({batch}; a Llama of {model['layers']} layers of",
+        f"{model['width']} and {model['vocabulary']} tokens, fp32, AdamW, nothing recomputed), whose activations are most of it: sizes found by",
+        "forecasts, trained for two steps, and with a sixteenth more refused. `python benchmarks/mesh_memory.py` measures it on yours.",
+    )
+    cells = [
+        f"| {row['name']} | {row['largest']} | {row.get('ratio', 1):.2f} x "
+        f"| {max(row['peak_bytes']) / MIB:.0f} MiB | {row['state_bytes'] / MIB:.0f} MiB |"
+        for row in pair
+    ]
+    return "\n".join(
+        [before, "", f"| | {unit} | | peak RSS increase of a rank | of it model states |", "|---" * 5 + "|", *cells]
+    )
+
+
 def ratio(row: Mapping[str, Any]) -> str:
     """A ratio, and its interval."""
     low, high = row["interval"]
@@ -243,6 +272,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "ranks": ranks,
     "sequences": sequences,
     "blocks": blocks,
+    "tokens in memory": tokens_in_memory,
+    "rows in memory": rows_in_memory,
 }
 
 

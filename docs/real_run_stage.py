@@ -24,10 +24,10 @@ from torch.optim.lr_scheduler import LambdaLR
 import patrickstar
 from patrickstar.cli.batches import Batch, Batches, prepare_data, validation_batches
 from patrickstar.cli.display import Display
+from patrickstar.cli.loop import ResidentGrowth
 from patrickstar.cli.models import ModelSource
 from patrickstar.cli.plain import digests
 from patrickstar.cli.request import BETAS, EPS, WEIGHT_DECAY, WarmupSchedule
-from patrickstar.cli.resident import ResidentGrowth
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.memory.process import reset_peak
 

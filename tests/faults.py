@@ -47,7 +47,7 @@ class FaultyIO(FileIO):
                 setattr(self, call, partial(self._call, call))
 
     def _call(self, call: str, *arguments: Any) -> Any:
-        act = partial(getattr(FileIO, call), self)
+        act = getattr(super(), call)
         if call == "close":
             act(*arguments)  # first: a close that reports an error has closed
         self.counts[call] += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 
-from patrickstar.cli import resident
+from patrickstar.cli import loop
 from patrickstar.cli.main import main
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.memory.process import peak_resident_bytes, reset_peak, resident_bytes
@@ -26,7 +26,7 @@ def run(tiny: list[str], command: list[str]) -> dict[str, int]:
     release_free_memory()
     reset_peak()
     before = resident_bytes()
-    resident.reset_peak = reset
+    loop.reset_peak = reset
     status = main(command)
     return {"status": status, "building": peaks[0] - before, "training": peak_resident_bytes() - before}
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from patrickstar.cli import reexec
+from patrickstar.cli import train
 
 LIBRARY = Path("/lib/libtcmalloc_minimal.so.4")
 
@@ -12,24 +12,24 @@ LIBRARY = Path("/lib/libtcmalloc_minimal.so.4")
 def executed(monkeypatch):
     """What the process would be replaced by: (program, arguments, environment), one entry a replacement."""
     calls = []
-    monkeypatch.delenv(reexec.GUARD, raising=False)
+    monkeypatch.delenv(train.GUARD, raising=False)
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     monkeypatch.setattr("patrickstar.memory.allocator.tcmalloc_library", lambda: LIBRARY)
-    monkeypatch.setattr(reexec.os, "execve", lambda *call: calls.append(call))
-    monkeypatch.setattr(reexec.sys, "orig_argv", ["python", "-X", "dev", "-m", "patrickstar", "train", "--steps", "3"])
+    monkeypatch.setattr(train.os, "execve", lambda *call: calls.append(call))
+    monkeypatch.setattr(train.sys, "orig_argv", ["python", "-X", "dev", "-m", "patrickstar", "train", "--steps", "3"])
     return calls
 
 
 def test_where_a_host_budget_binds_it_starts_over_once_with_the_same_arguments(executed, capsys, monkeypatch):
-    reexec.under_tcmalloc(device="cpu", host_memory="1GiB")
+    train.under_tcmalloc(device="cpu", host_memory="1GiB")
     ((program, arguments, environment),) = executed
-    assert program == reexec.sys.executable
+    assert program == train.sys.executable
     assert arguments == [program, "-X", "dev", "-m", "patrickstar", "train", "--steps", "3"]
     assert environment["LD_PRELOAD"] == str(LIBRARY)
     assert len(capsys.readouterr().err.splitlines()) == 1
-    for name in (reexec.GUARD, "LD_PRELOAD"):
+    for name in (train.GUARD, "LD_PRELOAD"):
         monkeypatch.setenv(name, environment[name])
-    reexec.under_tcmalloc(device="cpu", host_memory="1GiB")
+    train.under_tcmalloc(device="cpu", host_memory="1GiB")
     assert len(executed) == 1
 
 
@@ -40,7 +40,7 @@ def test_where_a_host_budget_binds_it_starts_over_once_with_the_same_arguments(e
         ({"device": "cuda:0"}, {}, LIBRARY),
         ({"host_memory": None}, {}, LIBRARY),
         ({}, {}, None),
-        ({}, {reexec.GUARD: "something"}, LIBRARY),
+        ({}, {train.GUARD: "something"}, LIBRARY),
         ({}, {"LD_PRELOAD": "something"}, LIBRARY),
     ],
     ids=["emulated", "cuda", "no budget", "no library", "guarded", "preloaded"],
@@ -49,6 +49,6 @@ def test_where_there_is_no_point_or_somebody_has_chosen_it_goes_on(executed, mon
     monkeypatch.setattr("patrickstar.memory.allocator.tcmalloc_library", lambda: library)
     for name, value in chosen.items():
         monkeypatch.setenv(name, value)
-    reexec.under_tcmalloc(**{"device": "cpu", "host_memory": "1GiB", **given})
+    train.under_tcmalloc(**{"device": "cpu", "host_memory": "1GiB", **given})
     assert executed == []
     assert chosen.items() <= os.environ.items()

@@ -16,8 +16,8 @@ from patrickstar.memory.links import MakeLane
 from patrickstar.memory.store import ChunkStore
 from patrickstar.memory.unit_bytes import UnitBytes
 from patrickstar.memory.works_under_way import WorksUnderWay
+from patrickstar.plan.plan import Snapshot
 from patrickstar.plan.residency import Residency
-from patrickstar.plan.snapshot import Snapshot
 
 SLOT_BYTES: Final = 4096
 

@@ -1,4 +1,4 @@
-"""memory/cgroup.py: the limits that hold this process, in both versions, from trees written to a directory."""
+"""memory/process.py: the limits that hold this process, in both versions, from trees written to a directory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from patrickstar.memory.cgroup import MemoryGroup, memory_groups
+from patrickstar.memory.process import MemoryGroup, memory_groups
 from patrickstar.units import GIB, MIB
 
 V2 = "31 1 0:30 {root} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"

@@ -11,7 +11,7 @@ LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_
 BY_HAND = "tests/session/test_hand_changes.py::test_a_change_survives_on_its_own"
 
 BINDING: tuple[Mutant, ...] = (
-    Fault("a-detached-view-brings-autograd-back", "parameters.differentiate:differentiate.edges").by(
+    Fault("a-detached-view-brings-autograd-back", "parameters.binding:differentiate.edges").by(
         replace("hasattr(...)", "bound(tensor) is not None"),
         "tests/session/test_double_backward.py::test_a_backward_that_differentiates_what_it_has_saved[deferred]",
     ),

@@ -65,10 +65,10 @@ BLOCKS_2D: tuple[Mutant, ...] = (
     Fault("queries, keys and values are put together as one", "parallel.grid:Cut.whole").by(
         replace("piece.chunk(self.parts, self.cols)", "[piece]"), GPT2
     ),
-    Fault("a loss is the mean of a row of the mesh", "parallel.cross_entropy_2d:cross_entropy_of_blocks").by(
+    Fault("a loss is the mean of a row of the mesh", "parallel.layers_2d:cross_entropy_of_blocks").by(
         replace("grid.rows", "type(grid.rows)()"), LOSSES
     ),
-    Fault("the largest logit is one column's", "parallel.cross_entropy_2d:_CrossEntropy.forward").by(
+    Fault("the largest logit is one column's", "parallel.layers_2d:_CrossEntropy.forward").by(
         replace("grid.cols.largest(wide.amax(-1))", "wide.amax(-1)"), LOSSES
     ),
     Fault("a batch without labels divides by 0", "parallel.token_losses:mean_over").by(
@@ -77,13 +77,11 @@ BLOCKS_2D: tuple[Mutant, ...] = (
     Fault("a loss takes labels as they are", "parallel.token_losses:CausalLoss.__call__").by(
         replace("F.pad(...)[..., 1:]", "labels"), GPT2
     ),
-    Fault("all ranks drop the same", "parallel.random_streams:RandomStreams.before_forward").by(
+    Fault("all ranks drop the same", "parallel.tensor_2d:RandomStreams.before_forward").by(
         replace("self._place.to_bytes(4, 'little')", "b''"), DROPOUT
     ),
-    Fault("each forward drops the same", "parallel.random_streams:RandomStreams.after_forward").by(
-        drop("rand"), DROPOUT
-    ),
-    Fault("random states are read as fake tensors", "parallel.random_streams:RandomStreams._states").by(
+    Fault("each forward drops the same", "parallel.tensor_2d:RandomStreams.after_forward").by(drop("rand"), DROPOUT),
+    Fault("random states are read as fake tensors", "parallel.tensor_2d:RandomStreams._states").by(
         without("without_modes()"), FAKE
     ),
     Fault("a norm that adds one to its weight is taken for another", "parallel.plans_2d:_is_norm").by(

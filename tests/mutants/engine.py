@@ -53,7 +53,7 @@ ENGINE: tuple[Mutant, ...] = (
     Fault("the-schedule-of-a-run-advances-where-a-step-is-skipped", "cli.loop:TrainingRun._step").by(
         always("steps"), f"{TRAIN}::test_the_same_config_gives_the_bits_of_an_engine"
     ),
-    Fault("l2-decay-is-decoupled", "optim.configured:build_optimizer").by(
+    Fault("l2-decay-is-decoupled", "optim.hyper:build_optimizer").by(
         always("settings.decoupled"),
         "tests/optim/test_configured.py::test_an_optimizer_is_torch_s_own_with_the_settings",
     ),

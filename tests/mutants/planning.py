@@ -56,7 +56,7 @@ PLANNING: tuple[Mutant, ...] = (
         assign("repeats", "must_repeat(0, trace=trace, following=after)"),
         "tests/session/test_simulation.py::test_backwards_that_update_come_to_repeat_themselves",
     ),
-    Fault("the-last-valid-copy-is-dropped", "plan.staging:Staging.evict").by(
+    Fault("the-last-valid-copy-is-dropped", "plan.make_room:Staging.evict").by(
         drop("if state.is_dirty(ref, compute): ..."),
         f"{ROOM_TESTS}::test_a_dirty_victim_is_copied_home_and_waited_for_before_its_slot_is_reused",
     ),
@@ -67,10 +67,10 @@ PLANNING: tuple[Mutant, ...] = (
         never("was_last"),
         "tests/plan/test_check.py::test_a_plan_that_is_spoiled_breaks_a_rule[4 a dirty copy is dropped without write-back]",
     ),
-    Fault("a-unit-is-planned-to-be-used-before-its-wait", "plan.staging:Staging.fetch").by(
+    Fault("a-unit-is-planned-to-be-used-before-its-wait", "plan.make_room:Staging.fetch").by(
         drop("append", nth=4), f"{ROOM_TESTS}::test_a_missing_unit_is_copied_and_waited_for"
     ),
-    Fault("a-slot-is-given-back-before-its-write-back-has-read-it", "plan.staging:Staging._take_down").by(
+    Fault("a-slot-is-given-back-before-its-write-back-has-read-it", "plan.make_room:Staging._take_down").by(
         replace("_OUT_ENDS", "_ONWARD"),
         f"{ROOM_TESTS}::test_a_dirty_victim_is_copied_home_and_waited_for_before_its_slot_is_reused",
     ),
@@ -102,16 +102,16 @@ PLANNING: tuple[Mutant, ...] = (
         replace("state.newest[ref] = _ALONE[here]", "if tier is None:\n    state.newest[ref] = _ALONE[here]"),
         f"{RESIDENCY}::test_writing_on_one_tier_leaves_nothing_current_on_another",
     ),
-    Fault("a-plan-leaves-the-devices-copy-of-what-the-host-writes", "plan.staging:Staging.use_on_host").by(
+    Fault("a-plan-leaves-the-devices-copy-of-what-the-host-writes", "plan.make_room:Staging.use_on_host").by(
         never("writes"), f"{ROOM_TESTS}::test_what_must_happen_before_a_unit_is_used_on_the_host"
     ),
-    Fault("what-is-newer-on-the-device-is-used-on-the-host", "plan.staging:Staging.use_on_host").by(
+    Fault("what-is-newer-on-the-device-is-used-on-the-host", "plan.make_room:Staging.use_on_host").by(
         drop("_take_down"), f"{ROOM_TESTS}::test_what_must_happen_before_a_unit_is_used_on_the_host"
     ),
-    Fault("copies-on-the-host-are-no-part-of-its-budget", "plan.staging:Staging._reserve").by(
+    Fault("copies-on-the-host-are-no-part-of-its-budget", "plan.make_room:Staging._reserve").by(
         drop("_make_host_room"), "tests/plan/test_host_touches.py::test_plans_keep_every_invariant_in_tight_tiers"
     ),
-    Fault("what-only-the-host-has-leaves-it-without-a-transfer", "plan.staging:Staging._leave_host").by(
+    Fault("what-only-the-host-has-leaves-it-without-a-transfer", "plan.make_room:Staging._leave_host").by(
         never("DISK"), f"{ROOM_TESTS}::test_dirty_copies_leave_the_host_through_the_disk_and_stale_ones_at_once"
     ),
     Fault("what-is-on-its-way-is-fetched-again", "plan.make_room:make_room").by(
@@ -127,7 +127,7 @@ PLANNING: tuple[Mutant, ...] = (
         replace("self._moved[at].drops += one.ends", "self._moved[at].drops += one.ends[::-1]"),
         f"{OVERLAP}::test_a_write_back_begins_after_the_last_write_and_ends_halfway_to_the_use_of_its_slots",
     ),
-    Fault("what-comes-early-takes-slots-that-others-use", "plan.free_slots:FreeSlots.enough_from").by(
+    Fault("what-comes-early-takes-slots-that-others-use", "plan.overlap:FreeSlots.enough_from").by(
         never("_free"), f"{OVERLAP}::test_room_that_activations_take_meanwhile_is_not_used"
     ),
     Fault("what-leaves-goes-while-it-is-used", "plan.overlap:_Overlap._unused_from").by(

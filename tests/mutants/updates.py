@@ -26,7 +26,7 @@ UPDATES: tuple[Mutant, ...] = (
         f"{WEAVE}::test_what_the_forward_does_not_need_comes_before_its_last_moment",
     ),
     Fault("an-update-comes-after-the-first-use", "plan.weave:weave").by(
-        assign("woven", "[moment, *before.get(index, ())]", nth=2),
+        replace("(*before.get(at, ()), moment)", "(moment, *before.get(at, ()))"),
         f"{WEAVE}::test_each_update_is_there_once_before_it_is_needed_and_takes_no_more_room_than_before",
     ),
     Fault("an-update-takes-room-that-activations-need-later", "plan.weave:weave").by(

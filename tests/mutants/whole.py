@@ -171,7 +171,7 @@ WHOLE: tuple[Mutant, ...] = (
     Fault("what-is-kept-beside-weights-takes-no-room", "session.start:Setup.sizes").by(
         drop("beside_bytes", nth=2), f"{SIXTEEN}::test_the_smallest_budget_has_room_for_all_that_is_kept_beside_weights"
     ),
-    Fault("the-tail-of-a-tensor-is-not-updated", "optim.fused:update_all").by(
+    Fault("the-tail-of-a-tensor-is-not-updated", "optim.reference:update_all_fused").by(
         never("body < numel"), f"{FILE}::test_a_tensor_of_any_length_is_updated_wholly[no multiple of a vector]"
     ),
 )

@@ -46,8 +46,8 @@ WHOLE_CHUNKS: tuple[Mutant, ...] = (
         without("state.home.get(...) is state.compute"),
         f"{PLAN}::test_a_gradient_that_must_wait_or_has_a_home_below_is_left_to_the_other_way",
     ),
-    Fault("what-is-held-as-a-gradient-arrives-is-forgotten", "tracing.live_bytes:_only_used").by(
-        returns("refs"), f"{PLAN}::test_what_somebody_holds_as_its_gradient_updates_it_is_written_down"
+    Fault("what-is-held-as-a-gradient-arrives-is-forgotten", "tracing.live_bytes:TraceRecorder.moment").by(
+        assign("used", "refs"), f"{PLAN}::test_what_somebody_holds_as_its_gradient_updates_it_is_written_down"
     ),
     Fault("gradients-that-have-not-come-are-used-with-the-others", "step.pending_step:PendingStep.pieces").by(
         returns("pieces"), f"{SESSION}::test_a_step_that_is_closed_is_about_what_has_come_alone"

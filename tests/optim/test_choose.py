@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from patrickstar.errors import ConfigError, DeviceError
-from patrickstar.optim import choose, fused, reference
+from patrickstar.optim import choose, reference
 from patrickstar.optim.choose import choose_kernel, choose_kernels
 from patrickstar.optim.passes import Passes
 
@@ -20,7 +20,7 @@ def test_torch_is_the_kernel_where_nothing_else_is_asked_for(value, monkeypatch)
         monkeypatch.delenv("PATRICKSTAR_ISA", raising=False)
     else:
         monkeypatch.setenv("PATRICKSTAR_ISA", value)
-    assert choose_kernel() is fused.update
+    assert choose_kernel() is reference.update_fused
 
 
 @pytest.mark.parametrize("value", ["scalar", "avx2", "avx512", "neon"])
@@ -42,7 +42,7 @@ def test_an_unknown_kernel_is_refused_with_the_nearest_name(value, nearest, monk
 
 def test_on_the_host_there_are_passes_of_the_host_only():
     passes = choose_kernels(torch.device("cpu"))
-    assert {device: each.kernel for device, each in passes.items()} == {"cpu": fused.update}
+    assert {device: each.kernel for device, each in passes.items()} == {"cpu": reference.update_fused}
     assert "patrickstar.optim.triton_kernels" not in sys.modules, "triton is imported where a GPU is used"
 
 
@@ -66,7 +66,7 @@ def test_a_processor_that_does_not_fuse_is_refused(capability, machine, trains, 
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr("platform.machine", lambda: machine)
     if trains:
-        assert choose_kernel() is fused.update
+        assert choose_kernel() is reference.update_fused
         return
     with pytest.raises(DeviceError, match="does not fuse multiply-adds on this processor.*AVX2"):
         choose_kernel()

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from patrickstar.config.settings import OptimizerSettings
-from patrickstar.optim.configured import Scheduler, build_optimizer
+from patrickstar.optim.hyper import build_optimizer
+from patrickstar.optim.schedules import Scheduler
 from tests.optim.test_schedules import scheduled
 
 CYCLE = scheduled(

@@ -144,6 +144,7 @@ def train_ranks(
     clipping: bool,
     precision: str,
     no_sync: bool = False,
+    steps: int = STEPS,
     device: str = "cpu",
 ) -> list[Record]:
     """The run of each of several ranks: they differ in losses, evaluations and buffers.
@@ -151,7 +152,7 @@ def train_ranks(
     `no_sync`: whether the mean is of the sums of all backwards of a step, which each rank adds in fp32; else of each backward.
     """
     replicas = [case.build(checkpointing).to(device) for _ in range(world)]
-    return _train(case, replicas, accumulation, clipping, STEPS, precision, device, syncs=not no_sync)
+    return _train(case, replicas, accumulation, clipping, steps, precision, device, syncs=not no_sync)
 
 
 def _train(

@@ -71,15 +71,17 @@ def least(team: Team, row: Row, directory: Path, steps: int = STEPS, act: Train 
     raise AssertionError(f"{row}: still refused after {_ATTEMPTS} budgets that refusals had named, the last {limits}")
 
 
-def in_its_budget(team: Team, row: Row, directory: Path) -> list[Outcome]:
+def in_its_budget(team: Team, row: Row, directory: Path, steps: int = STEPS) -> list[Outcome]:
     """The run in the budget of the row; halfway to where everything fits are as many bytes again as the smallest has, and a half."""
     if row.budget == "fits":
-        return train_all(team, row, {}, directory)
+        return train_all(team, row, {}, directory, steps)
     if row.budget == "minimum":
-        return least(team, row, directory)
+        return least(team, row, directory, steps)
     # What is thawed on the way needs more than a first step shows.
-    outcomes = least(team, row, directory, steps=STEPS if row.model == "thawed" else 1)
-    return train_all(team, row, {tier: 3 * smallest // 2 for tier, smallest in outcomes[0].limits.items()}, directory)
+    outcomes = least(team, row, directory, steps=steps if row.model == "thawed" else 1)
+    return train_all(
+        team, row, {tier: 3 * smallest // 2 for tier, smallest in outcomes[0].limits.items()}, directory, steps
+    )
 
 
 def assert_moved(row: Row, outcomes: list[Outcome]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patrickstar.plan.free_slots import FreeSlots
+from patrickstar.plan.overlap import FreeSlots
 from tests.plan.builders import some
 
 sizes = st.sampled_from([1, 5, 47, 48, 49, 96, 150])

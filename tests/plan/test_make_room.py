@@ -7,10 +7,9 @@ import pytest
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD
 from patrickstar.core.trace import Touch
-from patrickstar.plan.make_room import make_room
+from patrickstar.plan.make_room import NoRoom, make_room
+from patrickstar.plan.plan import Condition
 from patrickstar.plan.residency import Residency, apply
-from patrickstar.plan.snapshot import Condition
-from patrickstar.plan.staging import NoRoom
 from tests.plan import texts
 from tests.plan.builders import layout_of, resting, state_of
 from tests.plan.texts import unit, units

@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 
 from patrickstar.plan.make import make_plan
+from patrickstar.plan.plan import Condition
 from patrickstar.plan.residency import Residency
-from patrickstar.plan.snapshot import Condition
 from tests.plan.builders import Instance, few, host_over_disk, instances, layout_of, resting, state_of, trace_of
 from tests.plan.texts import snapshot, unit, units
 

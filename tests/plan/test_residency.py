@@ -12,7 +12,7 @@ from patrickstar.core.planes import WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan.actions import Action, Drop, Issue, Wait, is_copy
 from patrickstar.plan.check import check
-from patrickstar.plan.plan import Plan
+from patrickstar.plan.plan import Condition, Plan
 from patrickstar.plan.residency import (
     InvariantError,
     apply,
@@ -23,7 +23,6 @@ from patrickstar.plan.residency import (
     release,
     slots_of,
 )
-from patrickstar.plan.snapshot import Condition
 from tests.plan import texts
 from tests.plan.builders import PLENTY, Instance, few, instances, layout_of, state_of
 from tests.plan.texts import unit, units

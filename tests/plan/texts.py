@@ -9,7 +9,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch
 from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work
-from patrickstar.plan.snapshot import Condition, Snapshot, memory_tiers
+from patrickstar.plan.plan import Condition, Snapshot, memory_tiers
 
 _ACTION = re.compile(r"(\S+) (?:([0DHK])>([DHK])|([DHK])([?!]))(?: x(\d+))?")
 _UPDATE = re.compile(r"c(\d+) step@([DHK])(\??)")
@@ -60,7 +60,7 @@ def action(text: str) -> Action:
 
 
 def snapshot(text: str) -> Snapshot:
-    """Of a whole snapshot, as `plan/snapshot.py` shows one."""
+    """Of a whole snapshot, as `plan/plan.py` shows one."""
     head, *lines = text.splitlines()
     compute = Tier(head[3])
     home, slots, newest, flights = dict[PlaneRef, Tier](), dict[PlaneRef, int](), dict[PlaneRef, frozenset[Tier]](), {}

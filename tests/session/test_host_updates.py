@@ -17,8 +17,8 @@ import patrickstar
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import EXP_AVG, GRAD, STEP, WEIGHT, PlaneRef
 from patrickstar.plan.actions import Issue, is_copy
+from patrickstar.plan.plan import Snapshot
 from patrickstar.plan.residency import Residency
-from patrickstar.plan.snapshot import Snapshot
 from patrickstar.plan.update_choice import UpdateChoice, choose_tiers
 from patrickstar.session.manage import assemble
 from tests.lanes import LANES

@@ -31,7 +31,9 @@ class Naming:
         self._converters: list[Any] = []
         unexpected = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
         if model is not None:
-            unexpected.update(_former_buffers(model))  # which the library adds by itself
+            names = [name for name, _ in model.named_buffers()]  # of older ones the library knows by itself
+            former = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+            unexpected |= {is_old for end, is_old in former.items() if any(name.endswith(end) for name in names)}
             with suppress(ImportError, AttributeError):
                 # In a release whose inside is another, what keeps its name loads all the same, and what does not is told to be missing.
                 mapping = importlib.import_module("transformers.conversion_mapping")
@@ -131,13 +133,4 @@ def _is_of_transformers(model: nn.Module) -> bool:
 
 
 def _pattern_of(patterns: Collection[str] | None) -> re.Pattern[str]:
-    never = "(?!)"
-    return re.compile("|".join(f"({pattern})" for pattern in sorted(patterns or (never,))))
-
-
-def _former_buffers(model: nn.Module) -> Iterator[str]:
-    names = [name for name, _ in model.named_buffers()]
-    if any(name.endswith("rotary_emb.inv_freq") for name in names):
-        yield r"rotary_emb\.inv_freq"
-    if any(name.endswith("position_ids") for name in names):
-        yield r"(^|\.)position_ids$"
+    return re.compile("|".join(f"({pattern})" for pattern in sorted(patterns or ("(?!)",))))  # which is never found

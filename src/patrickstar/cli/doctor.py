@@ -131,8 +131,7 @@ def _processor() -> Iterator[Finding]:
 
 
 def _memory() -> Iterator[Finding]:
-    from patrickstar.memory.cgroup import memory_groups
-    from patrickstar.memory.process import available_bytes, total_bytes
+    from patrickstar.memory.process import available_bytes, memory_groups, total_bytes
 
     total, available = total_bytes(), available_bytes()
     text = f"{format_bytes(total)}, {format_bytes(available)} available"

@@ -15,12 +15,13 @@ from patrickstar.cli.batches import Batch, Batches
 from patrickstar.cli.display import Budgets, Display, EventLog, Row, step_text
 from patrickstar.cli.predict import manage_arguments
 from patrickstar.cli.request import Request
-from patrickstar.cli.resident import ResidentGrowth
 from patrickstar.cli.stop import StopSignals
 from patrickstar.cli.world import World
+from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.memory.allocator import release_free_memory
-from patrickstar.memory.process import resident_bytes
-from patrickstar.optim.configured import Scheduler, build_optimizer
+from patrickstar.memory.process import peak_resident_bytes, reset_peak, resident_bytes
+from patrickstar.optim.hyper import build_optimizer
+from patrickstar.optim.schedules import Scheduler
 
 
 @dataclass(slots=True)
@@ -43,6 +44,26 @@ class Progress:
 # Of a run, what it must know of its beginning when it goes on in another process.
 LOSSES: Final = ("first_loss", "last_loss", "first_validation_loss")
 _REMEMBERED: Final = ("step", *LOSSES)
+
+
+class ResidentGrowth:
+    """Growth of this process while it trains, which `host_memory` promises to bound: its size above the one that is counted from.
+
+    That is its size when `manage` is called, which follows, less the weights that are in memory and that the session takes over.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        present, _ = present_and_absent_bytes(model.parameters())
+        reset_peak()
+        self._base = resident_bytes() - present
+
+    def now(self) -> int:
+        """Bytes that the process has grown by now."""
+        return max(0, resident_bytes() - self._base)
+
+    def peak(self) -> int:
+        """Bytes that the process has grown by at most."""
+        return max(0, peak_resident_bytes() - self._base)
 
 
 @dataclass(eq=False)

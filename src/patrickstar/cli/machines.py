@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.json_file import read_json
@@ -78,43 +78,29 @@ BOTH: Final = ("bf16", "fp16")
 
 
 def _with_gpus(
-    devices: int,
-    device: str,
-    device_gib: int,
-    *,
-    tflops: float,
-    link: float,
-    host_bytes: int,
-    disk_tb: int = 0,
-    disk_read: float = 0.0,
-    fast: tuple[str, ...] = BOTH,
+    devices: int, device: str, device_gib: int, *, tflops: float, link: float, disk_tb: int = 0, **more: Any
 ) -> MachinePreset:
-    """A node with accelerators of one kind; rates of `link` and `disk_read` in GB/s."""
-    return MachinePreset(
-        host_bytes=host_bytes,
-        disk_bytes=disk_tb * 1000 * GB,
-        device=device,
-        devices=devices,
-        device_bytes=device_gib * GIB,
-        context_bytes=GIB,
-        workspace_percent=GPU_WORKSPACE_PERCENT,
-        fast_16bit=fast,
-        matmul_16bit=tflops * TERA,
-        link=link * GB,
-        disk_read=disk_read * GB,
-    )
+    """A node with accelerators of one kind; the rate of `link` in GB/s."""
+    by_rule = {"context_bytes": GIB, "workspace_percent": GPU_WORKSPACE_PERCENT, "fast_16bit": BOTH}
+    sizes = {"device_bytes": device_gib * GIB, "disk_bytes": disk_tb * 1000 * GB}
+    rates = {"matmul_16bit": tflops * TERA, "link": link * GB}
+    return MachinePreset(device=device, devices=devices, **{**by_rule, **sizes, **rates, **more})
 
 
 MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
     {
-        "v100-yard": _with_gpus(8, "V100-SXM2-32GB", 32, tflops=125, link=15.75, host_bytes=240 * GB, fast=("fp16",)),
+        "v100-yard": _with_gpus(
+            8, "V100-SXM2-32GB", 32, tflops=125, link=15.75, host_bytes=240 * GB, fast_16bit=("fp16",)
+        ),
         "a100-superpod": _with_gpus(8, "A100-SXM4-40GB", 40, tflops=312, link=31.5, host_bytes=1000 * GB),
-        "h200": _with_gpus(1, "H200-SXM-141GB", 139, tflops=989, link=63, host_bytes=128 * GIB, disk_tb=1, disk_read=7),
+        "h200": _with_gpus(
+            1, "H200-SXM-141GB", 139, tflops=989, link=63, host_bytes=128 * GIB, disk_tb=1, disk_read=7 * GB
+        ),
         "gpu-24g": _with_gpus(
-            1, "RTX 4090 24GB", 24, tflops=165.2, link=31.5, host_bytes=64 * GIB, disk_tb=2, disk_read=7
+            1, "RTX 4090 24GB", 24, tflops=165.2, link=31.5, host_bytes=64 * GIB, disk_tb=2, disk_read=7 * GB
         ),
         "laptop-8g": _with_gpus(
-            1, "RTX 4060 Laptop 8GB", 8, tflops=30, link=15.75, host_bytes=32 * GIB, disk_tb=1, disk_read=3.5
+            1, "RTX 4060 Laptop 8GB", 8, tflops=30, link=15.75, host_bytes=32 * GIB, disk_tb=1, disk_read=3.5 * GB
         ),
         "cpu": MachinePreset(
             host_bytes=24 * GIB, disk_bytes=100 * GB, threads=2, matmul_16bit=0.047 * TERA, disk_read=0.9 * GB

@@ -42,7 +42,8 @@ def predict(
     together = together or Together()
     rows = batch_size if which is None else batch_size * together.size // which.size
     batch = together.shard(as_batch(torch.zeros(rows, seq_len, dtype=torch.int64)))
-    shares = which and together.sharing(which)
+    grid = together.q**2  # whose ranks have blocks of their own, and the machine together
+    shares = which and RankOf(which.rank // grid, which.size // grid, which.local_size)
     return forecast(model, batch, clip=clip, has=has, which=shares, advises=advises, **manage_arguments(arguments))
 
 

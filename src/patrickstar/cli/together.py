@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import click
 
-from patrickstar.core.shard_layout import RankOf
 from patrickstar.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,10 +57,6 @@ class Together:
     def multiple(self) -> int:
         """Number by which lengths are divisible that are not padded."""
         return self.context * (2 if self.method == METHODS[0] else 1)
-
-    def sharing(self, which: RankOf) -> RankOf:
-        """The place of a rank among those that share chunks. Those of a grid have blocks of their own, and the machine together."""
-        return RankOf(which.rank // self.q**2, which.size // self.q**2, which.local_size)
 
     @property
     def flag(self) -> str:
@@ -163,26 +158,25 @@ def largest(tried: Callable[[int], Tried], start: int, *, of: int, most: int | N
     return low
 
 
-class Square(click.ParamType[int]):
-    """`QxQ`, which is q."""
-
-    name = "QxQ"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number of rows, and of columns."""
-        if isinstance(value, int):
-            return value
-        rows, _, columns = value.partition("x")
-        if rows != columns or not rows.isdigit() or int(rows) < 1:
-            self.fail(f"{value!r} is no square, such as 2x2", param, ctx)
-        return int(rows)
+def _rows_of_square(text: str) -> int:
+    """The number of rows, and of columns, of `QxQ`."""
+    rows, _, columns = text.partition("x")
+    if rows != columns or not rows.isdigit() or int(rows) < 1:
+        raise click.BadParameter(f"{text!r} is no square, such as 2x2")
+    return int(rows)
 
 
 def together_options(verb: Verb) -> Verb:
     """The flags."""
     kind = click.IntRange(min=1)
     for option in (
-        click.option("--tensor-2d", type=Square(), default=1, help="Cut every matrix into blocks over so many ranks."),
+        click.option(
+            "--tensor-2d",
+            type=_rows_of_square,
+            metavar="QxQ",
+            default="1x1",
+            help="Cut every matrix into blocks over so many ranks.",
+        ),
         click.option("--sequence-method", type=click.Choice(METHODS), default=METHODS[0], show_default=True),
         click.option("--context-parallel", type=kind, metavar="N", default=1, help="Cut sequences over N ranks."),
     ):

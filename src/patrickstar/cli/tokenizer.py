@@ -73,7 +73,9 @@ def make_tokenizer(corpus: Corpus, *, vocab_size: int, own: Path | None = None) 
         raise ConfigError(f"the model has {vocab_size} tokens; text needs at least the {BYTES} bytes")
     if vocab_size <= ENOUGH_FOR_BYTES:
         return ByteTokenizer(BYTES if vocab_size > BYTES else None)
-    file = _cache_file(corpus, vocab_size)
+    home = os.environ.get("XDG_CACHE_HOME") or f"{os.environ.get('HOME', '')}/.cache"
+    what = f"{_CACHE_FORMAT} {tokenizers.__version__} {vocab_size} {corpus.digest}"
+    file = Path(home) / "patrickstar" / f"tokenizer-{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
     tokenizer = _read_cached(file, vocab_size)
     if tokenizer is None:
         tokenizer = _train(corpus, vocab_size)
@@ -112,12 +114,6 @@ def _train(corpus: Corpus, vocab_size: int) -> Any:
     how = {"vocab_size": vocab_size, "min_frequency": 0, "special_tokens": [END_OF_TEXT], "show_progress": False}
     trained.train_from_iterator(corpus.train, **how)
     return tokenizers.Tokenizer.from_str(trained.to_str())
-
-
-def _cache_file(corpus: Corpus, vocab_size: int) -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or f"{os.environ.get('HOME', '')}/.cache"
-    what = f"{_CACHE_FORMAT} {tokenizers.__version__} {vocab_size} {corpus.digest}"
-    return Path(home) / "patrickstar" / f"tokenizer-{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
 
 
 def _read_cached(file: Path, vocab_size: int) -> Any | None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 from click.core import ParameterSource
 
-from patrickstar.cli import flags, reexec
+from patrickstar.cli import flags
 from patrickstar.cli.models import ModelSource
 from patrickstar.cli.request import SCHEDULES, Configuration, Request, WarmupSchedule, configure
 from patrickstar.cli.together import Together, together_options
 from patrickstar.config.kinds import POSITIVE, refuse
 from patrickstar.errors import ConfigError
+
+# Set in the process that follows: it must never start over again. Anybody may set it to stay with their allocator.
+GUARD: Final = "PATRICKSTAR_ALLOCATOR"
 
 
 @click.command(cls=flags.VariadicCommand)
@@ -84,7 +88,7 @@ def train(invocation: flags.Invocation, **given: Any) -> int:
     if not given["resume"] and given["elastic"] is None:
         _check_unused(given["checkpoint_dir"])
     if invocation.may_reexecute and given["elastic"] is None:
-        reexec.under_tcmalloc(device=arguments.device, host_memory=arguments.host_memory)
+        under_tcmalloc(device=arguments.device, host_memory=arguments.host_memory)
 
     if given["elastic"] is not None or given["parts"] is not None:
         from patrickstar.cli import elastic_train
@@ -139,3 +143,29 @@ def _check_together(given: dict[str, Any], *, ranks: int) -> None:
     flags.expect_rows(given["batch_size"], ranks)
     if given["compare_plain"] and given["resume"]:
         raise ConfigError("--compare-plain with --resume: the plain run has no checkpoint to go on from; leave one out")
+
+
+def under_tcmalloc(*, device: str | None, host_memory: int | str | None) -> None:
+    """Starts over under tcmalloc, once, where a budget of host memory binds and the library is installed; else returns.
+
+    What an allocator keeps of freed activations counts against the budget, and returning them costs time: tcmalloc's less than glibc's. An allocator
+    can only be chosen before a process starts, so the process replaces itself.
+    """
+    # Known without importing torch.
+    host_computes = device == "cpu" or (device is None and not Path("/proc/driver/nvidia/version").exists())
+    if GUARD in os.environ or host_memory is None or not host_computes:
+        return
+    from patrickstar.memory.allocator import tcmalloc_library
+
+    library = tcmalloc_library()
+    # Whoever preloads something has chosen; two allocators in one process end badly.
+    if library is None or os.environ.get("LD_PRELOAD"):
+        return
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        click.echo(
+            f"starting over under tcmalloc, which returns freed memory for less time ({GUARD}=glibc stays)", err=True
+        )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    environment = {**os.environ, "LD_PRELOAD": str(library), GUARD: "tcmalloc"}
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606 - the same program again

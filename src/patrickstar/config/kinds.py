@@ -84,14 +84,6 @@ def choice(*allowed: str | None, to_come: Sequence[str] = ()) -> Kind:
     )
 
 
-def later(default: object) -> Kind:
-    """The default of an option that this version knows only by name."""
-    return Kind(
-        f"{default!r}: any other value arrives in a later version",
-        lambda value: type(value) is type(default) and value == default,
-    )
-
-
 def word(*choices: str) -> Kind:
     """One of a few words, in any case of letters; converted to how it is spelt here."""
     spelt = {choice.lower(): choice for choice in choices}

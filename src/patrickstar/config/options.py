@@ -90,7 +90,7 @@ class Options:
     largest matrix. Each tile is a product of its own, which may give other bits than one product; so no budget ever switches this on.
     `None`: whole weights."""
 
-    chunked_loss: bool | None = k.option(None, k.later(None))
+    chunked_loss: bool | None = k.option(None, k.choice(None, to_come=["True"]))
     """Whether the loss is computed without whole logits. Arrives in a later version."""
 
     poison: bool = k.option(False, k.FLAG)

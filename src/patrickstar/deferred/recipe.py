@@ -116,8 +116,7 @@ class Storages:
 
     def keep_deferred(self) -> None:
         """Forgets what has memory of its own."""
-        kept = {key: known for key, known in self._cells.items() if known[1].deferred and not known[0].expired()}
-        self._cells = kept
+        self._cells = {key: one for key, one in self._cells.items() if one[1].deferred and not one[0].expired()}
 
 
 def operand(tensor: Tensor, cell: Cell, after: Call | None) -> Operand:

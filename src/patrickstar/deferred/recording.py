@@ -6,12 +6,14 @@ Note [Deferred]
     that views, shapes and strides stay real; operations on it are written down (Note [Recipes]).
     What draws random numbers is also carried out, once, on memory of the same shape: the generator is left as it would be. The values of the
     parameter touched last are kept *in hand*: rejection sampling (`trunc_normal_`) looks at what it has drawn.
+    While modules are built, parameters are `nn.Parameter` itself, and `deferred_init()` sees what is done with aliases before their class does.
+    Afterwards the classes let nobody read or write values that are not there. They are made for one context each.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,12 +23,12 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from patrickstar.deferred import recipe
-from patrickstar.deferred.classes import deferred_classes
 from patrickstar.deferred.operations import OperationSignature, is_dense, is_plain
 from patrickstar.deferred.recipe import Call, Cell, Storages, operand, over, room
-from patrickstar.errors import LayoutError
+from patrickstar.errors import LayoutError, StateError
 from patrickstar.memory.allocator import release_free_memory
-from patrickstar.torch_private import Unseen
+from patrickstar.parameters.functions import NEEDS_NO_DATA, SHAPE_ONLY, accessor
+from patrickstar.torch_private import Plain, Unseen
 from patrickstar.units import KIB, MIB, format_bytes
 
 _CONSTANT_BYTES = 64 * KIB  # of values that no recorded operation has made: up to here they are kept
@@ -34,6 +36,12 @@ _RELEASE_BYTES = 32 * MIB
 _COPY = "a copy of a parameter"
 _ELSEWHERE = "values that torch's operations have not made (NumPy, a file)"
 Known = Mapping[int, Cell]
+_ALLOWED = (
+    NEEDS_NO_DATA
+    | SHAPE_ONLY
+    | {Tensor.requires_grad_, accessor("requires_grad", "__set__")}
+    | {accessor("grad", kind) for kind in ("__get__", "__set__", "__delete__")}
+)
 
 
 def unrecordable(label: str, why: str) -> LayoutError:
@@ -294,3 +302,56 @@ def _apart() -> Iterator[None]:
     # Not `inference_mode(False)` as well: below autograd, that would put autograd back on top.
     with Unseen(), _disable_current_modes(), torch.no_grad():
         yield
+
+
+def deferred_classes(recorder: object, label: Callable[[Tensor], str]) -> tuple[type[Any], type[Any]]:
+    """Classes for the parameters of one recorder, and for views of them, which let nobody read what is not there. `label`: names them in messages."""
+
+    class Deferred:
+        __slots__ = ()
+        deferred_by = recorder
+        _kind: str
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func not in _ALLOWED:
+                ours: Any = next(leaf for leaf in _pytree.tree_leaves((args, kwargs)) if type(leaf) is cls)
+                raise _has_no_values(label(ours), getattr(func, "__name__", str(func)))
+            with Plain():
+                return func(*args, **(kwargs or {}))
+
+        def __repr__(self: Any, **_: Any) -> str:
+            with Plain():
+                return f"{self._kind} of shape {tuple(self.shape)}, {self.dtype}, without values until manage()"
+
+        def __reduce_ex__(self: Any, protocol: Any) -> Any:
+            raise _has_no_values(label(self), "pickle")
+
+    class DeferredParameter(Deferred, nn.Parameter):  # type: ignore[misc]
+        """A parameter whose values are made when it is managed."""
+
+        _kind = "Parameter"
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+            raise _has_no_values(label(self), "copy.deepcopy")
+
+    class DeferredAlias(Deferred, Tensor):  # type: ignore[misc]
+        """A view of a deferred parameter, its `.data`, `detach()`."""
+
+        _kind = "Tensor"
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+            if id(self) not in memo:
+                copy = self.clone()
+                memo[id(self)] = nn.Parameter(copy, self.requires_grad) if isinstance(self, nn.Parameter) else copy
+            copied: Tensor = memo[id(self)]
+            return copied
+
+    return DeferredParameter, DeferredAlias
+
+
+def _has_no_values(label: str, what: str) -> StateError:
+    return StateError(
+        f"{what}() was called on {label}, which was built under deferred_init() and has no values yet: call "
+        "patrickstar.manage() first, or do this inside of deferred_init()"
+    )

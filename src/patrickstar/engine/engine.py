@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.hooks import RemovableHandle
 
 from patrickstar.errors import ConfigError, StateError
 from patrickstar.optim.managed import ManagedOptimizer
@@ -162,7 +161,9 @@ class Engine(nn.Module):
         extra = self.session.load_checkpoint(load_dir)
         if self.lr_scheduler is not None and "lr_scheduler" in extra:
             self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
-        self.optimizer.restore_counts(**extra["engine"])
+        counts = extra["engine"]  # at a boundary
+        self.optimizer.global_steps, self.optimizer.skipped_steps = counts["global_steps"], counts["skipped_steps"]
+        self.optimizer.micro_steps = 0
         return Path(load_dir), extra["client_state"]
 
     def close(self) -> None:
@@ -210,7 +211,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.micro_steps: int = 0
         """Micro-batches since the last boundary."""
         self._updated = False
-        self._managed.register_step_post_hook(self._on_update)
+        # Hooks run before and after every update.
+        self.register_step_pre_hook = self._managed.register_step_pre_hook  # type: ignore[method-assign]
+        self.register_step_post_hook = self._managed.register_step_post_hook  # type: ignore[method-assign]
+        self.register_step_post_hook(lambda *_: setattr(self, "_updated", True))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -274,22 +278,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Loads what this class or torch's saved."""
         self._managed.load_state_dict(state_dict)
 
-    def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
-        """Runs before every update."""
-        return self._managed.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> RemovableHandle:
-        """Runs after every update."""
-        return self._managed.register_step_post_hook(hook)
-
-    def restore_counts(self, *, global_steps: int, skipped_steps: int) -> None:
-        """A checkpoint was loaded, which is at a boundary."""
-        self.global_steps, self.skipped_steps, self.micro_steps = global_steps, skipped_steps, 0
-
     def __getstate__(self) -> NoReturn:
         raise StateError(
             "the optimizer of an engine cannot be copied or pickled: use state_dict() and load_state_dict()"
         )
-
-    def _on_update(self, *_: object) -> None:
-        self._updated = True

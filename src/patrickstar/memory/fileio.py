@@ -38,11 +38,19 @@ _ADVICE: Final[Mapping[int | None, str]] = MappingProxyType(
 class FileIO:
     """The system's calls, as they are: they raise `OSError`, and may transfer fewer bytes than asked. None follows a link."""
 
+    close = staticmethod(os.close)
+    fsync = staticmethod(os.fsync)
+    truncate = staticmethod(os.ftruncate)
+    fallocate = staticmethod(os.posix_fallocate)
+    """Have space for a range of a file, which reads as zeros; no write into it can run out of space later."""
+    unlink = staticmethod(os.unlink)
+    make_directory = staticmethod(os.mkdir)
+    remove_directory = staticmethod(os.rmdir)
+    rename = staticmethod(os.rename)
+    """Give a file or directory another name; a file that has it is replaced, in one step."""
+
     def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-
-    def close(self, fd: int) -> None:
-        os.close(fd)
 
     def lock(self, fd: int) -> bool:
         """Take the file's lock, which goes with the open file, at the latest with the process. False: another has it."""
@@ -57,10 +65,6 @@ class FileIO:
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
-
-    def fallocate(self, fd: int, offset: int, nbytes: int) -> None:
-        """Have space for a range, which reads as zeros; no write into it can run out of space later."""
-        os.posix_fallocate(fd, offset, nbytes)
 
     def set_direct(self, fd: int) -> None:
         """Transfer past the page cache from now on. `EINVAL` where the file system cannot."""
@@ -80,15 +84,6 @@ class FileIO:
         """Bytes written from the front of the buffer."""
         return os.pwritev(fd, [buffer], offset)
 
-    def truncate(self, fd: int, nbytes: int) -> None:
-        os.ftruncate(fd, nbytes)
-
-    def fsync(self, fd: int) -> None:
-        os.fsync(fd)
-
-    def unlink(self, path: Path) -> None:
-        os.unlink(path)  # noqa: PTH108 - the same family of calls as the others
-
     def status(self, path: Path) -> os.stat_result | None:
         """Status of what lies at a path, of the link itself where it is one; None where nothing does."""
         try:
@@ -105,12 +100,6 @@ class FileIO:
         found = os.statvfs(directory)
         return found.f_bavail * found.f_frsize
 
-    def make_directory(self, path: Path) -> None:
-        path.mkdir()
-
-    def remove_directory(self, path: Path) -> None:
-        path.rmdir()
-
     def sync_directory(self, path: Path) -> None:
         """Make names in a directory outlast a power cut."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -118,10 +107,6 @@ class FileIO:
             os.fsync(fd)
         finally:
             os.close(fd)
-
-    def rename(self, source: Path, target: Path) -> None:
-        """Give a file or directory another name; a file that has it is replaced, in one step."""
-        source.rename(target)
 
 
 def two_blocks(nbytes: int) -> Blocks:

@@ -11,7 +11,7 @@ import torch
 
 from patrickstar.config.kinds import choice, refuse
 from patrickstar.errors import DeviceError
-from patrickstar.optim import fused
+from patrickstar.optim import reference
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.passes import Passes
 from patrickstar.optim.reference import Kernel
@@ -40,7 +40,7 @@ def choose_kernel() -> Kernel:
             "bits than on others, so nothing is trained. It does on processors with AVX2 or AVX-512, and on 64-bit ARM; where ATEN_CPU_CAPABILITY is "
             "set, unset it"
         )
-    return fused.update
+    return reference.update_fused
 
 
 def choose_kernels(device: torch.device) -> Mapping[str, Passes]:

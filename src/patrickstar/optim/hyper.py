@@ -1,15 +1,17 @@
-"""The hyper-parameters of one parameter group, and the scalars of one step that follow from them."""
+"""The hyper-parameters of one parameter group, the scalars of one step that follow from them, and an optimizer as a config asks for it."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from patrickstar.config.settings import OptimizerSettings
 from patrickstar.errors import ConfigError
 
 UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
@@ -89,6 +91,15 @@ class Coefficients:
             eps=_fp32(hyper.eps),
             move=_fp32(-hyper.lr / (1 - hyper.beta1**step)),
         )
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], settings: OptimizerSettings, *, fused: bool | None = None
+) -> torch.optim.Optimizer:
+    """torch's AdamW where the decay is decoupled, else its Adam, with one group."""
+    kind = torch.optim.AdamW if settings.decoupled else torch.optim.Adam
+    of_group = {name: value for name, value in asdict(settings).items() if name != "decoupled"}
+    return kind(list(parameters), **of_group, fused=fused)
 
 
 def refuse_unsupported(flags: Mapping[str, Any]) -> None:

@@ -24,15 +24,10 @@ from torch import Tensor
 BLOCK_NUMEL = 1 << 16
 """Elements that are widened at once: scratch that stays in a core's cache."""
 
-_GRAIN_NUMEL = 1 << 15  # that torch gives a thread at least
+GRAIN_NUMEL = 1 << 15  # that torch gives a thread at least
 
 _HALF = 0x8000
 _NAN = 0x7FC00000
-
-
-def host_block_numel() -> int:
-    """Elements that an update on the host widens at once: for each of torch's threads as many as it takes, or one would do nearly all."""
-    return max(BLOCK_NUMEL, torch.get_num_threads() * _GRAIN_NUMEL)
 
 
 def blocks(numel: int, *, of: int = BLOCK_NUMEL) -> Iterator[slice]:

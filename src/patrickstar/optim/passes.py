@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from patrickstar.core.cuda_blocks import cuda_block_bytes
-from patrickstar.optim import fused, masters, reference
+from patrickstar.optim import masters, reference
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.masters import Scratch
 from patrickstar.optim.norm import GlobalNorm
@@ -59,7 +59,9 @@ class Passes:
         if rest is None and grad.dtype is torch.float32 and not factors:
             self.kernel(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper)
             return
-        numel = masters.host_block_numel() if weight.is_cpu else block_numel(weight.numel(), most=masters.BLOCK_NUMEL)
+        numel = block_numel(weight.numel(), most=masters.BLOCK_NUMEL)
+        if weight.is_cpu:  # for each of torch's threads as many as it takes, or one would do nearly all
+            numel = max(masters.BLOCK_NUMEL, torch.get_num_threads() * masters.GRAIN_NUMEL)
         # Nothing as large as a chunk is made: a block is widened, updated by the kernel for fp32, and narrowed again.
         scratch = (self._widening if rest is None else self._splitting).blocks(weight.device, numel)
         for span in masters.blocks(weight.numel(), of=numel):
@@ -77,8 +79,8 @@ class Passes:
 
     def update_all(self, planes: Sequence[tuple[Tensor, ...]], *, step: int, hyper: Hyper) -> None:
         """Updates many tensors alike, each as (weight, gradient, exp_avg, exp_avg_sq) in fp32: in one call where torch's kernel takes them all."""
-        if self.kernel is fused.update:
-            fused.update_all(planes, step=step, hyper=hyper)
+        if self.kernel is reference.update_fused:
+            reference.update_all_fused(planes, step=step, hyper=hyper)
             return
         for weight, gradient, exp_avg, exp_avg_sq in planes:
             self.update(weight, None, gradient, exp_avg, exp_avg_sq, step=step, hyper=hyper)

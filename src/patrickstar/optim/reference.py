@@ -1,6 +1,6 @@
-"""One Adam or AdamW update over flat runs of elements: the definition, and the kernel in torch's operations.
+"""One Adam or AdamW update over flat runs of elements: the definition, the kernel in torch's operations, and torch's own one-pass kernels.
 
-That one is for what torch's fused kernel does not do: the last elements of a plane on the host, and devices without Triton.
+The one in torch's operations is for what the fused ones do not do: the last elements of a plane on the host, and devices without Triton.
 
 The bits of the update are defined once, for every kernel: they are those of torch's `_fused_adamw_` and `_fused_adam_`
 where the processor fuses multiply-adds. With f(x) rounding a double to fp32 and fma(a, b, c) = a * b + c rounded once:
@@ -21,7 +21,7 @@ All of torch's Adams do so; with b1 = 0 it makes `m` the gradient itself, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -37,6 +37,13 @@ speed, never in a bit."""
 BLOCK_NUMEL = 8_192
 """Elements updated at once, so that temporaries are few. Blocks this small also stay on the calling thread: torch splits an operation over its OpenMP
 team from 32,768 elements on."""
+
+VECTOR_NUMEL = 16
+"""Elements of the widest vector (AVX-512). torch's kernels work in whole vectors of this many, on every thread, and
+after the last one in a scalar loop that is contracted differently. Where the elements lie in memory changes no bits."""
+
+LARGEST_STEP = 2**24
+"""torch takes the step as fp32, which counts no further."""
 
 
 @torch.no_grad()
@@ -64,6 +71,49 @@ def update(*planes: torch.Tensor, step: int, hyper: Hyper) -> None:
         denominator = exp_avg_sq.double().sqrt_().float().div_(root).add_(scalars.eps)
         # Not addcdiv_: what it fuses is left to the compiler in torch's baseline code. Nothing is fused in this line.
         weight.add_((exp_avg * scalars.move).div_(denominator))
+
+
+def update_fused(*planes: torch.Tensor, step: int, hyper: Hyper) -> None:
+    """Updates one tensor by torch's kernel."""
+    update_all_fused([planes], step=step, hyper=hyper)
+
+
+def update_all_fused(tensors: Sequence[tuple[torch.Tensor, ...]], *, step: int, hyper: Hyper) -> None:
+    """One call of `torch._fused_adamw_` or `torch._fused_adam_`: bit-equal to the reference at every length and address.
+
+    They are the definition where torch's code for this machine is fused, and are used nowhere else: `choose_kernel` asks. A
+    length that is a multiple of 16 needs no second part; tensors in chunks are padded to that.
+    """
+    bodies, rests = list[tuple[torch.Tensor, ...]](), list[tuple[torch.Tensor, ...]]()
+    for planes in tensors:
+        check_planes(*planes, step=step)
+        numel = planes[0].numel()
+        body = numel - numel % VECTOR_NUMEL if step <= LARGEST_STEP else 0
+        # Slicing four planes takes as long as updating a small one.
+        if body:
+            bodies.append(planes if body == numel else tuple([plane[:body] for plane in planes]))
+        if body < numel:
+            rests.append(tuple([plane[body:] for plane in planes]))
+    if bodies:
+        fused = torch._fused_adamw_ if hyper.decoupled else torch._fused_adam_
+        weights, gradients, exp_avgs, exp_avg_sqs = map(list, zip(*bodies, strict=True))
+        fused(
+            weights,
+            gradients,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [torch.full((), float(step), dtype=torch.float32, device="cpu")] * len(bodies),
+            lr=hyper.lr,
+            beta1=hyper.beta1,
+            beta2=hyper.beta2,
+            weight_decay=hyper.weight_decay,
+            eps=hyper.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+    for rest in rests:
+        update(*rest, step=step, hyper=hyper)
 
 
 def scratch_bytes(numel: int) -> int:

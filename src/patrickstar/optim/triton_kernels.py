@@ -12,7 +12,7 @@ round by themselves, to nearest, and keep subnormal numbers:
 Note [Offsets]
 --------------
 A launch covers at most `LAUNCH_NUMEL` elements: offsets in bytes stay below 2**31, in a kernel and in what a compiler makes of it. The host goes from
-one launch to the next with slices, whose offsets have 64 bits (`triton_launch.py`).
+one launch to the next with slices, whose offsets have 64 bits (`triton_passes.py`).
 
 Note [Variants]
 ---------------

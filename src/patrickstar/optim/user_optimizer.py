@@ -58,11 +58,8 @@ def read_groups(groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> d
     ConfigError: a parameter is not the model's, a flag that changes the update is set, or a value is no number.
     """
     check_parameters([parameter for group in groups for parameter in group["params"]], names)
-    hypers: dict[str, Hyper] = {}
-    for group in groups:
-        hyper = Hyper.from_group(group)
-        hypers.update([(names[id(parameter)], hyper) for parameter in group["params"]])
-    return hypers
+    hypers = ((group, Hyper.from_group(group)) for group in groups)
+    return {names[id(parameter)]: hyper for group, hyper in hypers for parameter in group["params"]}
 
 
 def read_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, State]:

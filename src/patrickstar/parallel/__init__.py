@@ -26,20 +26,15 @@ __all__ = [
 ]
 
 _PLACES = _types.MappingProxyType(
-    {
-        "context_parallel": ("ContextParallel",),
-        "summa": ("summa_ab", "summa_abt", "summa_atb"),
-        "tensor_2d": ("Tensor2D",),
-        "traffic_counter": ("Traffic", "traffic"),
-        "verification": ("Verification",),
-    }
+    {"ContextParallel": "context_parallel", "Tensor2D": "tensor_2d", "Verification": "verification"}
+    | dict.fromkeys(("Traffic", "traffic"), "traffic_counter")
+    | dict.fromkeys(("summa_ab", "summa_abt", "summa_atb"), "summa")
 )
 
 
 def __getattr__(name: str) -> _typing.Any:
-    for module, names in _PLACES.items():
-        if name in names:
-            return getattr(_importlib.import_module(f"{__name__}.{module}"), name)
+    if name in _PLACES:
+        return getattr(_importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

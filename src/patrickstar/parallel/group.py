@@ -152,17 +152,16 @@ class MeshGroup:
 
     def broadcast(self, tensor: Tensor, place: int) -> Wait:
         """Begins to give all what the rank at a place has."""
-        if not tensor.numel() or self.size == 1:  # an empty block is so on all ranks
-            return _nothing
-        send = partial(dist.broadcast, tensor, src=self.members[place], group=self.group, async_op=True)
-        return self._begin(tensor, self.size - 1, send)
+        return self._begin_with(tensor, partial(dist.broadcast, tensor, src=self.members[place]))
 
     def reduce(self, tensor: Tensor, place: int) -> Wait:
         """Begins to sum a tensor over all, for the rank at a place. Others' tensors have no meaning afterwards."""
-        if not tensor.numel() or self.size == 1:
-            return _nothing
-        send = partial(dist.reduce, tensor, dst=self.members[place], group=self.group, async_op=True)
-        return self._begin(tensor, self.size - 1, send)
+        return self._begin_with(tensor, partial(dist.reduce, tensor, dst=self.members[place]))
+
+    def _begin_with(self, block: Tensor, send: Callable[..., Any]) -> Wait:
+        if not block.numel() or self.size == 1:  # an empty block is so on all ranks
+            return lambda: None
+        return self._begin(block, self.size - 1, partial(send, group=self.group, async_op=True))
 
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The sums of some tensors of one dtype over all ranks, by one call."""
@@ -265,7 +264,3 @@ def digest(tensor: Tensor) -> str:
         return kind
     values = tensor.detach().cpu().contiguous().view(-1).numpy().tobytes()
     return f"{kind} of digest {hashlib.sha256(values).hexdigest()[:8]}"
-
-
-def _nothing() -> None:
-    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -14,14 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from patrickstar.deferred.deferred_init import deferred_by
 from patrickstar.errors import ConfigError, StateError
 from patrickstar.hooks import watch_root
-from patrickstar.parallel.cross_entropy_2d import cross_entropy_of_blocks
 from patrickstar.parallel.grid import Cut, Grid, gather, piece
 from patrickstar.parallel.group import MeshGroup
-from patrickstar.parallel.layers_2d import BlockLayer, LinearBlock, SharedInput, TakeBlock, TiedHeadBlock
+from patrickstar.parallel.layers_2d import (
+    BlockLayer,
+    LinearBlock,
+    SharedInput,
+    TakeBlock,
+    TiedHeadBlock,
+    cross_entropy_of_blocks,
+)
 from patrickstar.parallel.plans_2d import KINDS, Placed, Plan, placed
-from patrickstar.parallel.random_streams import RandomStreams
 from patrickstar.parallel.token_losses import CausalLoss, mean_alone
 from patrickstar.parameters.transforms import is_compiled
+from patrickstar.torch_private import without_modes
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _SEEN: Final = 1024
@@ -79,8 +86,7 @@ class Tensor2D:
         if hasattr(type(model), "loss_function") and vocabulary:  # a property, which warns when it is asked
             mean = partial(cross_entropy_of_blocks, self.grid, vocabulary[0])
             setattr(model, "loss_function", CausalLoss(mean, shifts=True))  # noqa: B010
-        place = self.grid.rows.rank * self.size + self.grid.cols.rank
-        watch_root(model, RandomStreams(place, device), in_copies=True)
+        watch_root(model, RandomStreams(self.grid.everyone.rank, device), in_copies=True)
         return model
 
     def shard(self, batch: Any) -> Any:
@@ -197,6 +203,53 @@ def _take_blocks(grid: Grid, seen: hashlib._Hash) -> TakeBlock:
         return block
 
     return take
+
+
+class RandomStreams:
+    """Random numbers of ranks whose activations are blocks of one tensor: masks of dropout must differ from block to block.
+
+    Outside of a forward all ranks have the same random state, with which they shuffle data alike. In it each has another, which follows from that one
+    and from the rank's place. So whoever saves random states, or restores them to run a block again, needs to know nothing of this.
+
+    Events of a model's forward, as `patrickstar.hooks.watch_root` takes them. `place`: this rank's number in its grid.
+    """
+
+    def __init__(self, place: int, device: torch.device) -> None:
+        self._place, self._devices = place, [device] if device.type == "cuda" else []
+
+        self._forward = ExitStack()
+        self._began: list[bytes] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RandomStreams:
+        return self  # of a copied model, whose forwards are none within another's
+
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+        """Switches to this rank's numbers."""
+        if kwargs.get("past_key_values") is not None:
+            raise StateError(
+                "a 2D model does not generate: its logits are blocks. Gather its state_dict() into a whole model for that"
+            )
+        if not module.training:
+            return
+        seed = int.from_bytes(
+            hashlib.sha256(b"".join([*self._states(), self._place.to_bytes(4, "little")])).digest()[:8], "little"
+        )
+        self._forward.enter_context(torch.random.fork_rng(self._devices))
+        torch.manual_seed(seed)
+        self._began = self._states()
+
+    def after_forward(self, module: nn.Module) -> None:  # noqa: ARG002
+        """Goes back to those of all; the next forward gets others, if this one has drawn any."""
+        has_drawn = self._began and self._began != self._states()
+        self._began = []
+        self._forward.close()
+        if has_drawn:
+            torch.rand(())
+
+    def _states(self) -> list[bytes]:
+        with without_modes():  # fake tensors are none that can be read
+            states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
+            return [state.numpy().tobytes() for state in states]
 
 
 def grid_of(model: nn.Module) -> Grid | None:

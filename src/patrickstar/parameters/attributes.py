@@ -1,4 +1,8 @@
-"""Attributes of a managed parameter, answered without a use of its bytes: its shape, its gradient, an alias of it, its memory."""
+"""Classes of managed parameters and of aliases of slots, and what is answered without a use of a parameter's bytes: its shape, an alias of it.
+
+The classes are made for each binding anew, so that a tensor leads to its binding without an attribute of its own, and two sessions never meet. See
+Note [Binding] in `binding.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from patrickstar.errors import StateError
 from patrickstar.parameters.bound import BoundParameter
@@ -19,7 +23,72 @@ from patrickstar.parameters.gradient_access import GradientAccess
 from patrickstar.parameters.tiles import NOT_ONE_TENSOR
 from patrickstar.parameters.transforms import expect_no_transform, expect_no_wrapper
 from patrickstar.parameters.weight_access import WeightAccess
-from patrickstar.torch_private import backward_id, is_being_compiled
+from patrickstar.torch_private import Plain, backward_id, is_being_compiled
+
+
+def managed_classes(
+    binding: object,
+    parameter: type[Tensor],
+    alias: type[Tensor],
+    *,
+    handle: Callable[..., Any],
+    ordinary: Callable[[Tensor], nn.Parameter],
+) -> tuple[type[Any], type[Tensor], type[Tensor], type[Tensor]]:
+    """The classes of parameters, views of slots, detached aliases of parameters, and assembled tensors: subclasses of these two.
+
+    `handle`, `ordinary`: as `Binding` has them.
+    """
+
+    class Managed:
+        __slots__ = ()
+        managed_by = binding
+        _ordinary: Any  # gives a tensor without us that has the values of one: what copying and pickling give
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            others = [kind for kind in types if not hasattr(kind, "managed_by")] if len(types) > 1 else ()
+            return handle(func, args, kwargs or {}, others)
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            if id(self) not in memo:
+                memo[id(self)] = self._ordinary()
+            return memo[id(self)]
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return self._ordinary().__reduce_ex__(protocol)
+
+        def __repr__(self, **_: Any) -> str:  # torch's own asks for exactly the class `Parameter`, or `Tensor`
+            return repr(self._ordinary())
+
+    class ManagedParameter(Managed, parameter):  # type: ignore[misc,valid-type]
+        """A parameter whose bytes belong to a session. See Note [Binding]."""
+
+        def _ordinary(self) -> nn.Parameter:
+            return ordinary(self)
+
+    class Alias(Managed, alias):  # type: ignore[misc,valid-type]
+        """A view of a slot that a use has returned. See Note [Binding]."""
+
+        _ordinary = _ordinary_copy
+
+        def __format__(self, spec: str) -> str:
+            return format(self._ordinary(), spec)
+
+    class Detached(Alias):
+        """A stand-in for the same bytes as a parameter: `weight.detach()`, `weight.data`. See Note [Binding]."""
+
+    class Assembled(Alias):
+        """A gradient, or state of the optimizer, that lies in chunks. See Note [Assembled tensors] in `assembled.py`."""
+
+    return ManagedParameter, Alias, Detached, Assembled
+
+
+def _ordinary_copy(alias: Tensor) -> Tensor:
+    copied = alias.clone()
+    with Plain():
+        copied = copied.detach().requires_grad_(alias.requires_grad)
+        copied.__class__ = Tensor
+        return copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +128,6 @@ class Attributes:
         if func.__name__ in REPOINTS:
             raise StateError(not_its_own(bound, f"{func.__name__}() was called on {bound.name}"))
         return NotImplemented
-
-    def _get_grad(self, bound: BoundParameter) -> Tensor | None:
-        return self.gradients.get(bound)
-
-    def _set_grad(self, bound: BoundParameter, value: Tensor | None = None) -> None:
-        self.gradients.set(bound, value)
 
     def _detach(self, bound: BoundParameter) -> Tensor:
         expect_no_transform(f"an alias of {bound.name}")
@@ -205,9 +268,9 @@ def not_its_own(bound: BoundParameter, what: str) -> str:
 
 _SPECIAL: Mapping[Callable[..., Any], Callable[..., Any]] = MappingProxyType(
     {
-        accessor("grad", "__get__"): Attributes._get_grad,
-        accessor("grad", "__set__"): Attributes._set_grad,
-        accessor("grad", "__delete__"): Attributes._set_grad,
+        accessor("grad", "__get__"): lambda own, bound: own.gradients.get(bound),
+        accessor("grad", "__set__"): lambda own, bound, value: own.gradients.set(bound, value),
+        accessor("grad", "__delete__"): lambda own, bound: own.gradients.set(bound, None),
         accessor("data", "__get__"): Attributes._get_data,
         accessor("data", "__set__"): Attributes._set_data,
         Tensor.detach: Attributes._detach,

@@ -30,16 +30,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import get_gradient_edge
 
 from patrickstar.core.layout import Layout
 from patrickstar.core.planes import GradientUse
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey, Leases
 from patrickstar.parameters.assembled import AssembledRecord, AssembledTensors, no_memory
-from patrickstar.parameters.attributes import Attributes, DetachedAliases
+from patrickstar.parameters.attributes import Attributes, DetachedAliases, managed_classes
 from patrickstar.parameters.bound import BoundParameter, make_records, names_by_id
 from patrickstar.parameters.changes import NOT_COUNTED, Changes, WatchedUse
-from patrickstar.parameters.differentiate import differentiate
 from patrickstar.parameters.functions import (
     SCATTERS,
     STRIDED,
@@ -52,9 +52,8 @@ from patrickstar.parameters.functions import (
 )
 from patrickstar.parameters.gradient_access import GradientAccess
 from patrickstar.parameters.owner import Owner, Rewriting
-from patrickstar.parameters.parameter import managed_classes
 from patrickstar.parameters.saved import SavedTensors
-from patrickstar.parameters.tiles import TILED, tile_by_tile
+from patrickstar.parameters.tiles import NOT_ONE_TENSOR, TILED, tile_by_tile
 from patrickstar.parameters.transforms import expect_no_transform
 from patrickstar.parameters.weight_access import WeightAccess
 from patrickstar.parameters.whole_parameters import WholeParameters
@@ -384,6 +383,53 @@ class Binding:
             finally:
                 self.access.leave([bound])
             return nn.Parameter(data, bound.parameter.requires_grad)
+
+
+def differentiate(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    bound: Callable[[object], BoundParameter | None],
+    undress: Callable[[Tensor], None],
+) -> Any:
+    """Gradients of parameters, for which their bytes are not needed.
+
+    Backward may recompute, so it must run with parameters as they are. Named by their edges in the graph, they do not bring torch back to us.
+
+    Args:
+        func, args, kwargs: as torch's override protocol gives them. bound: the record of a managed parameter.
+        undress: makes an alias of a slot an ordinary tensor.
+    """
+    outputs = args[0] if isinstance(args[0], list | tuple) else (args[0],)
+    for output in outputs:
+        undress(output)
+
+    def edges(inputs: Any) -> Any:
+        # Managed parameters, and views of slots that a custom Function has detached: all that would bring torch back.
+        with Plain():
+            return [get_gradient_edge(tensor) if hasattr(type(tensor), "managed_by") else tensor for tensor in inputs]
+
+    if func is torch.autograd.backward:
+        inputs = kwargs["inputs"]
+        if inputs is not None:
+            tiles = [tile.parameter for record in map(bound, inputs) if record is not None for tile in record.tiles]
+            kwargs = {**kwargs, "inputs": edges([*inputs, *tiles])}
+        return func(outputs, **kwargs)
+    inputs = args[1]
+    if any(record is not None and record.tiles for record in map(bound, inputs)):
+        raise StateError(f"torch.autograd.grad() of a parameter that is used in tiles: {NOT_ONE_TENSOR}")
+    materialize = kwargs["materialize_grads"]
+    asked = {**kwargs, "materialize_grads": False, "allow_unused": materialize or kwargs["allow_unused"]}
+    gradients = func(outputs, edges(inputs), **asked)
+    if not materialize:
+        return gradients
+    return tuple(
+        gradient
+        if gradient is not None
+        else torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device, requires_grad=kwargs["create_graph"])
+        for gradient, tensor in zip(gradients, inputs, strict=True)
+    )
 
 
 def _asking(kinds: Sequence[Any], func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

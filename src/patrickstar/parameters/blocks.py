@@ -15,6 +15,7 @@ Note [Blocks]
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, is_dataclass
@@ -81,9 +82,7 @@ def places_in(model: nn.Module, names: Mapping[int, str]) -> tuple[Place, ...]:
 
 
 def _places_in(module: nn.Module, prefix: str, names: Mapping[int, str]) -> Iterator[Place]:
-    of_a_class: dict[type, int] = {}
-    for child in module.children():
-        of_a_class[type(child)] = of_a_class.get(type(child), 0) + 1
+    of_a_class = Counter(map(type, module.children()))
     is_list = isinstance(module, nn.ModuleList | nn.Sequential) and not isinstance(module, ParametrizationList)
     for name, child in module.named_children():
         path, inner = f"{prefix}{name}", tuple(_places_in(child, f"{prefix}{name}.", names))

@@ -173,11 +173,8 @@ def writes(issue: Issue, units: Container[PlaneRef]) -> list[Place]:
     kind, of, tier = issue.work
     if kind is not WorkKind.UPDATE:
         return [(of, tier, None)]
-    places: list[Place] = [(weight_of(of.chunk, units), tier, of.chunk)]
-    for plane in (REST, EXP_AVG, EXP_AVG_SQ):
-        if (ref := PlaneRef(of.chunk, plane)) in units:
-            places.append((ref, tier, None))  # noqa: PERF401
-    return places
+    beside = (PlaneRef(of.chunk, plane) for plane in (REST, EXP_AVG, EXP_AVG_SQ))
+    return [(weight_of(of.chunk, units), tier, of.chunk), *((ref, tier, None) for ref in beside if ref in units)]
 
 
 def units_of(issue: Issue, units: Container[PlaneRef]) -> tuple[PlaneRef, ...]:

@@ -41,8 +41,7 @@ from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Trace
 from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work, WorkKind
-from patrickstar.plan.plan import Plan
-from patrickstar.plan.snapshot import Snapshot
+from patrickstar.plan.plan import Plan, Snapshot
 
 _At = tuple[int, int]
 """A place in a plan: the number of a moment, and of an action before it, or one of these two."""
@@ -85,7 +84,8 @@ def _tell(histories: dict[PlaneRef, _History], plan: Plan, trace: Trace, found: 
                 found.add((index, number), 9, f"{action}: there is no such unit")
             else:
                 histories[action.of].act((index, number), action, is_pinned=action.of in pinned)
-        updates.expect_begun((index, _USE), moment)
+        if moment.updates is not None and moment.updates not in updates.begun:
+            found.add((index, _USE), 10, f"the update of c{moment.updates} does not begin")
         _use(histories, moment, (index, _USE), pinned, compute)
         for ref in freed_after.get(index, ()):
             histories[ref].free((index, _FREE))
@@ -114,7 +114,7 @@ class _Updates:
     _compute: Tier
     _found: _Found
     _under_way: dict[Work, Moment] = field(default_factory=dict)
-    _begun: set[int] = field(default_factory=set)
+    begun: set[int] = field(default_factory=set)
 
     def act(self, at: _At, action: Issue | Wait, moment: Moment) -> None:
         update = action.work
@@ -128,19 +128,15 @@ class _Updates:
 
     def _begin(self, at: _At, update: Work, moment: Moment) -> None:
         chunk = update.of.chunk
-        if chunk in self._begun:
+        if chunk in self.begun:
             self._found.add(at, 10, f"{update}: it has been done")
         if moment.updates != chunk or (moment.update_tier or self._compute) is not update.tier:
             self._found.add(at, 10, f"{update}: this is not its moment")
             return
-        self._begun.add(chunk)
+        self.begun.add(chunk)
         self._under_way[update] = moment
         for touch in moment.touches:
             self._histories[touch.ref].begin_update(at, update)
-
-    def expect_begun(self, at: _At, moment: Moment) -> None:
-        if moment.updates is not None and moment.updates not in self._begun:
-            self._found.add(at, 10, f"the update of c{moment.updates} does not begin")
 
     def end(self, at: _At) -> None:
         for update in sorted(self._under_way, key=lambda update: update.of):

@@ -71,17 +71,12 @@ class Uses:
             return self._after.get(ref, NEVER)
         return used if used < lost else NEVER
 
-    def is_leaving(self, ref: PlaneRef, now: int) -> bool:
-        """Tells whether a unit's next use is on the tier below, where it is written, or goes anyway."""
-        if ref not in self._goes_down and ref not in self._lost:
-            return False
-        used = _next(self._at.get(ref), now)
-        return used == NEVER if ref in self._goes_down else used == self.after(ref, now) == NEVER
-
     def by_next_use(self, ref: PlaneRef, now: int) -> int:
         """The worth of a unit by the `next-use` policy."""
-        if self.is_leaving(ref, now):
-            return now - NEVER
+        if ref in self._goes_down or ref in self._lost:
+            used = _next(self._at.get(ref), now)
+            if used == NEVER if ref in self._goes_down else used == self.after(ref, now) == NEVER:
+                return now - NEVER  # its next use is on the tier below, where it is written, or it goes anyway
         return -self.after(ref, now) + (NEVER if ref in self.stays else 0)
 
     def until(self, ref: PlaneRef, now: int) -> int:

@@ -95,11 +95,9 @@ def with_kept_bytes(trace: Trace, *, kept_bytes: int, budget_bytes: int, start: 
         kept_bytes: the most non-model bytes of any moment of any stretch. budget_bytes: of the compute tier.
         start: where units are; sizes and homes are what counts.
     """
-    moments = []
-    for moment, slots in zip(trace.moments, slots_needed(trace, start=start), strict=True):
-        kept = min(kept_bytes, budget_bytes - slots * start.slot_bytes)
-        moments.append(replace(moment, nonmodel_bytes=max(moment.nonmodel_bytes, kept)))
-    return Trace(tuple(moments))
+    kept = (min(kept_bytes, budget_bytes - slots * start.slot_bytes) for slots in slots_needed(trace, start=start))
+    both = zip(trace.moments, kept, strict=True)
+    return Trace(tuple(replace(one, nonmodel_bytes=max(one.nonmodel_bytes, nbytes)) for one, nbytes in both))
 
 
 def expect_room(need: Need, machine: Machine) -> None:

@@ -17,12 +17,11 @@ from patrickstar.core.trace import Moment, Touch, Trace
 from patrickstar.plan.actions import Action, Issue, Wait
 from patrickstar.plan.eviction import POLICIES, Ranking, Uses
 from patrickstar.plan.fit import expect_room, refuse_host, worst_moment
-from patrickstar.plan.make_room import capacity_of, make_room
+from patrickstar.plan.make_room import NoRoom, Order, capacity_of, make_room
 from patrickstar.plan.overlap import overlap, overlap_disk
 from patrickstar.plan.placement import refuse_unless_homes_fit
 from patrickstar.plan.plan import Plan, frees_by_moment
 from patrickstar.plan.residency import Residency, apply, mark_moment
-from patrickstar.plan.staging import NoRoom, Order
 
 # Note [Steps that repeat each other]
 #

@@ -36,12 +36,11 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Trace
 from patrickstar.plan.actions import Action, Drop, Issue, Wait, WorkKind, is_copy, slots_taken, units_of
-from patrickstar.plan.free_slots import FreeSlots
-from patrickstar.plan.plan import Plan
+from patrickstar.plan.plan import Plan, Snapshot
 from patrickstar.plan.residency import Residency, apply
-from patrickstar.plan.snapshot import Snapshot
 
 _TIERS = tuple(Tier)
+_BLOCK = 48  # moments: near the root of the few thousand that traces have
 
 
 def overlap(plan: Plan, trace: Trace, *, moments_ahead: int | None, goes_down: Collection[PlaneRef] = ()) -> Plan:
@@ -219,16 +218,10 @@ class _Overlap:
                 elif copy.work.tier is self._below and self._home[ref] is self._below:
                     if len(own) == 2 and ref not in self._plan.start.in_flight:
                         going.append(copy)
-                    elif len(own) == 3 and (found := self._leaving(copy, own[1:], index)) is not None:
-                        leaving.append(found)
+                    elif len(own) == 3 and (begins := self._complete_from(ref, index)) < index:
+                        earliest = max(self._unused_from(ref, index), (begins + index + 1) // 2)
+                        leaving.append(_Leaving(copy, own[1:], earliest, begins))
         return coming, going, leaving
-
-    def _leaving(self, copy: Issue, ends: list[Action], index: int) -> _Leaving | None:
-        """A unit that is written back directly to the tier below at a moment, and dropped; None where it can go no earlier."""
-        begins = self._complete_from(copy.of, index)
-        if begins >= index:
-            return None
-        return _Leaving(copy, ends, max(self._unused_from(copy.of, index), (begins + index + 1) // 2), begins)
 
     def _unused_from(self, ref: PlaneRef, index: int) -> int:
         """The moment from which on nobody uses a unit until this one, as early as something may be."""
@@ -336,6 +329,46 @@ class _Overlap:
         moments[index].remove(drop)
         moments[at].insert(0, drop)
         return at
+
+
+class FreeSlots:
+    """Numbers of free slots, moment by moment, counted from 0, that change over ranges of moments.
+
+    Moments lie in blocks: what is added to a whole block is noted once, and a block with enough everywhere is passed over at once.
+    """
+
+    def __init__(self, free: Iterable[int]) -> None:
+        self._free = list(free)
+        self._added = [0] * (-(-len(self._free) // _BLOCK))
+        # No moment of a block has less.
+        self._least = [min(self._free[at : at + _BLOCK]) for at in range(0, len(self._free), _BLOCK)]
+
+    def add(self, slots: int, first: int, end: int) -> None:
+        """Adds so many slots to each moment from `first` to before `end`."""
+        while first < end:
+            block = first // _BLOCK
+            start, stop = block * _BLOCK, min((block + 1) * _BLOCK, len(self._free))
+            if first == start and end >= stop:
+                self._added[block] += slots
+                self._least[block] += slots
+            else:
+                for moment in range(first, min(end, stop)):
+                    self._free[moment] += slots
+                self._least[block] += min(slots, 0)
+            first = stop
+
+    def enough_from(self, slots: int, first: int, end: int) -> int:
+        """The earliest moment, from `first` on, from which every moment before `end` has at least so many; `end` where the last has not."""
+        while end > first:
+            block = (end - 1) // _BLOCK
+            start, added = block * _BLOCK, self._added[block]
+            if self._least[block] < slots:
+                for moment in range(end - 1, max(first, start) - 1, -1):
+                    if self._free[moment] + added < slots:
+                        return moment + 1
+                self._least[block] = min(self._free[start : start + _BLOCK]) + added
+            end = start
+        return max(end, first)
 
 
 class _Later:

@@ -17,9 +17,8 @@ from patrickstar.errors import BudgetError
 from patrickstar.plan.actions import Action, Issue, Wait, Work
 from patrickstar.plan.eviction import POLICIES, Uses, Worth, eviction_order
 from patrickstar.plan.fit import refuse_host
-from patrickstar.plan.make_room import capacity_of, make_room
+from patrickstar.plan.make_room import NoRoom, Order, capacity_of, make_room
 from patrickstar.plan.residency import Residency, apply
-from patrickstar.plan.staging import NoRoom, Order
 from patrickstar.plan.stretch import Stretch, StretchKind
 from patrickstar.units import format_bytes
 

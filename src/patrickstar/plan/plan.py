@@ -13,20 +13,129 @@
       weight K clean 29
 
 Moments without actions are left out. `frees` names units that nobody wants any more once that moment is over.
-A plan starts from a snapshot and leads to one (`plan/snapshot.py`).
+A plan starts from a snapshot and leads to one.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
 
-from patrickstar.core.machine import Machine
+from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.plan.actions import Action
-from patrickstar.plan.snapshot import Snapshot
+
+
+class Condition(str, Enum):
+    """Condition of a unit as the tier that computes sees it; the last three also of a copy on a tier between that and its home."""
+
+    FREE = "free"  # no contents, no slots
+    VOID = "void"  # no contents any more; its slots are yet to be given back
+    AWAY = "away"  # its last contents are below, and it has no slots
+    HERE = "here"  # this is its home
+    CLEAN = "clean"  # a tier below holds the same bytes: may be dropped
+    DIRTY = "dirty"  # newer than everything below: must be written back before it is dropped
+    STALE = "stale"  # newer contents are elsewhere; its slots are yet to be given back
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of a `Residency` between two moments: what a plan starts from, and what it leads to. It prints a line per plane, home and condition:
+
+        on D, slots of 4096 bytes
+          exp_avg H free 0-7
+          exp_avg_sq K away,clean 2
+          weight H away 0-2 3x4
+          weight H away:H>D 5
+          weight H dirty 7
+
+    A word after the comma is of a copy on the host, one after the colon the way of a transfer; `3x4` is a run of four chunks.
+
+    Attributes:
+        compute: the tier that computes; slot_bytes: bytes of one slot.
+        home, slots: of every unit, the tier it rests on and the slots it takes.
+        newest: the tiers that hold a unit's last contents; a unit that is not there has none.
+        taken: by tier, the units that have slots there: on the tier that computes all that are there, below it those whose home is another.
+        in_flight: transfers that have been issued and not been waited for: from where, and to where.
+    """
+
+    compute: Tier
+    slot_bytes: int
+    home: Mapping[PlaneRef, Tier]
+    slots: Mapping[PlaneRef, int]
+    newest: Mapping[PlaneRef, frozenset[Tier]]
+    taken: Mapping[Tier, Collection[PlaneRef]]
+    in_flight: Mapping[PlaneRef, tuple[Tier, Tier]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("home", "slots", "newest", "in_flight"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+        taken = {tier: frozenset(self.taken.get(tier, ())) for tier in memory_tiers(self.compute)}
+        object.__setattr__(self, "taken", MappingProxyType(taken))
+
+    def condition(self, ref: PlaneRef) -> Condition:
+        """The condition of a unit on the tier that computes."""
+        compute, newest = self.compute, self.newest.get(ref)
+        has_slots = ref in self.taken[compute] and not self._is_arriving(ref, compute)
+        if not newest:
+            return Condition.VOID if has_slots else Condition.FREE
+        if not has_slots:
+            return Condition.AWAY
+        if compute not in newest:
+            return Condition.STALE
+        if self.home[ref] is compute:
+            return Condition.HERE
+        return Condition.CLEAN if len(newest) > 1 else Condition.DIRTY
+
+    def cached(self, ref: PlaneRef) -> Condition | None:
+        """The condition of a unit's copy on the host, where that is neither its home nor the tier that computes; None: it has none."""
+        if ref not in self.taken.get(Tier.HOST, ()) or self.compute is Tier.HOST or self._is_arriving(ref, Tier.HOST):
+            return None
+        newest = self.newest.get(ref, ())
+        if Tier.HOST not in newest:
+            return Condition.STALE
+        return Condition.CLEAN if self.home[ref] in newest else Condition.DIRTY
+
+    def _is_arriving(self, ref: PlaneRef, tier: Tier) -> bool:
+        return ref in self.in_flight and self.in_flight[ref][1] is tier
+
+    def __str__(self) -> str:
+        groups: dict[tuple[str, str, str], list[PlaneRef]] = defaultdict(list)
+        for ref in sorted(self.home):
+            groups[ref.plane, self.home[ref].value, self._word(ref)].append(ref)
+        lines = [f"on {self.compute.value}, slots of {self.slot_bytes} bytes"]
+        lines += [f"  {' '.join(group)} {' '.join(self._ranges(refs))}" for group, refs in sorted(groups.items())]
+        return "\n".join(lines)
+
+    def _word(self, ref: PlaneRef) -> str:
+        cached, flight = self.cached(ref), self.in_flight.get(ref)
+        beside = f",{cached}" if cached else ""
+        return f"{self.condition(ref)}{beside}" + (f":{flight[0].value}>{flight[1].value}" if flight else "")
+
+    def _ranges(self, refs: Iterable[PlaneRef]) -> list[str]:
+        """Sorted units of one plane as `0-5`, `7`, `9x4`: neighbours of one size share an entry."""
+        spans: list[list[int]] = []  # first, last, slots
+        for chunk, slots in ((ref.chunk, self.slots[ref]) for ref in refs):
+            if spans and spans[-1][1:] == [chunk - 1, slots]:
+                spans[-1][1] = chunk
+            else:
+                spans.append([chunk, chunk, slots])
+        return [
+            (f"{first}-{last}" if last > first else f"{first}") + (f"x{slots}" if slots > 1 else "")
+            for first, last, slots in spans
+        ]
+
+
+def memory_tiers(compute: Tier) -> tuple[Tier, ...]:
+    """The tiers that have slots: that which computes, and the host below a device."""
+    return (compute,) if compute is Tier.HOST else (compute, Tier.HOST)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment
 from patrickstar.plan.actions import Action, Drop, Issue, Place, Wait, Work, WorkKind, reads, units_of, writes
-from patrickstar.plan.snapshot import Snapshot
+from patrickstar.plan.plan import Snapshot
 
 _ALONE: Final = MappingProxyType({tier: frozenset((tier,)) for tier in Tier})
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from patrickstar.core.planes import GRAD, PlaneRef
+from patrickstar.core.planes import GRAD
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan.fit import pinned_at
 from patrickstar.plan.residency import Residency
@@ -29,7 +29,8 @@ def weave(trace: Trace, updates: Trace, *, state: Residency, capacity_bytes: int
         state: where units are; sizes and homes are what counts. capacity_bytes: of the tier that computes.
         kept_bytes: what kernels keep between their calls, for which room is left before the first moment as far as there is any.
     """
-    first_use = _first_uses(trace)
+    later_first = reversed([*enumerate(trace.moments)])
+    first_use = {touch.ref: at for at, one in later_first for touch in one.touches if needs_before(touch)}
     forward = [(index, moment) for index, moment in enumerate(trace.moments) if moment.phase is Phase.FORWARD]
     last = forward[-1][0] if forward else 0
     at_home = state.at_home()
@@ -51,10 +52,7 @@ def weave(trace: Trace, updates: Trace, *, state: Residency, capacity_bytes: int
         at = due[timely.updates] if own + alive <= room else 0
         kept = max(0, min(kept_bytes, room - own))
         before.setdefault(at, []).append(_as_at(update, trace, at, kept_bytes=kept))
-    woven: list[Moment] = []
-    for index, moment in enumerate(trace.moments):
-        woven += [*before.get(index, ()), moment]
-    return Trace(tuple(woven))
+    return Trace(tuple(one for at, moment in enumerate(trace.moments) for one in (*before.get(at, ()), moment)))
 
 
 def needs_before(touch: Touch) -> bool:
@@ -65,15 +63,6 @@ def needs_before(touch: Touch) -> bool:
 def own_moments(woven: Trace) -> list[int]:
     """The numbers that the moments between which updates have been woven have among all."""
     return [index for index, moment in enumerate(woven.moments) if moment.updates is None]
-
-
-def _first_uses(trace: Trace) -> dict[PlaneRef, int]:
-    found: dict[PlaneRef, int] = {}
-    for index, moment in enumerate(trace.moments):
-        for touch in moment.touches:
-            if needs_before(touch):
-                found.setdefault(touch.ref, index)
-    return found
 
 
 def _as_at(update: Moment, trace: Trace, index: int, *, kept_bytes: int) -> Moment:

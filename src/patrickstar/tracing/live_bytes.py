@@ -126,7 +126,9 @@ class TraceRecorder:
         """Writes down a moment, which begins now."""
         self._peaks.append(self._meter.restart_peak())
         self._live.append(self._meter.live)
-        used = _only_used(touches)
+        refs = {touch.ref for touch in touches}
+        # Where a gradient updates its parameter, who holds that may not be touched: it is told to be held as well.
+        used = set() if any(ref.plane == EXP_AVG for ref in refs) else refs
         self._seen.append((phase, label, tuple(touches), tuple(ref for ref in held if ref not in used)))
 
     def trace(self) -> Trace:
@@ -138,9 +140,3 @@ class TraceRecorder:
         peaks[0] = max(peaks[0], before_first)  # what comes before the first moment is part of it
         moments = zip(self._seen, peaks, self._live, strict=True)
         return Trace(tuple(Moment(*seen, nonmodel_bytes=peak, live_bytes=live) for seen, peak, live in moments))
-
-
-def _only_used(touches: Sequence[Touch]) -> set[PlaneRef]:
-    """The units of touches that need not be told to be held as well: where a gradient updates its parameter, who holds that may not be touched."""
-    refs = {touch.ref for touch in touches}
-    return set() if any(ref.plane == EXP_AVG for ref in refs) else refs

@@ -237,19 +237,22 @@ class _Fakes:
             alike = self.like(value)
             return alike.requires_grad_() if value.requires_grad else alike
         if isinstance(value, CacheAt):
-            return value.copied(self._of_cache)
+            # Nobody asks for the values of keys, which may be many.
+            fake = self.operations.fakes.from_tensor
+            return value.copied(lambda tensor: fake(tensor.detach()) if tensor.ndim else self.like(tensor))
         if isinstance(value, Mapping):
             faked = {name: self.of(item) for name, item in value.items()}
-            return faked if type(value) is dict else _rebuilt(value, faked)
+            if type(value) is dict:
+                return faked
+            rebuilt: Any = copy.copy(value)
+            for name, item in faked.items():
+                rebuilt[name] = item
+            return rebuilt
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(self.of(item) for item in value))
         if isinstance(value, list | tuple):
             return type(value)(self.of(item) for item in value)
         return value
-
-    def _of_cache(self, tensor: Tensor) -> Tensor:
-        """A fake tensor of a cache: nobody asks for the values of keys, which may be many."""
-        return self.operations.fakes.from_tensor(tensor.detach()) if tensor.ndim else self.like(tensor)
 
     def like(self, tensor: Tensor) -> Tensor:
         """A fake tensor without history: on the device, or on the CPU where the real one is there."""
@@ -294,13 +297,6 @@ def _on_cpu(tensor: Tensor) -> Tensor:
     """A tensor of the same values on the CPU, without history."""
     with Undispatched():  # a mode of fake tensors would give a fake one, which has no values
         return tensor.detach().cpu()
-
-
-def _rebuilt(value: Mapping[str, Any], items: dict[str, Any]) -> Any:
-    rebuilt = copy.copy(value)
-    for name, item in items.items():
-        rebuilt[name] = item  # type: ignore[index]
-    return rebuilt
 
 
 def _backward(output: Any, *, scales: bool) -> None:

@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from patrickstar.optim import triton_kernels as kernels
-from patrickstar.optim import triton_launch, triton_passes
+from patrickstar.optim import triton_passes
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.masters import rest_type
-from patrickstar.optim.triton_norm import TritonNorm
-from patrickstar.optim.triton_passes import TritonPasses
+from patrickstar.optim.triton_passes import TritonNorm, TritonPasses
 from tests.triton import parts
 from tests.triton.compiled.launches import Compiled, compiling_for
 
@@ -166,8 +165,8 @@ def test_what_only_moves_bits_computes_nothing(launched: list[Compiled]) -> None
     for place in PLACES:
         for kept in (torch.bfloat16, torch.float16):
             master, weight, rest = (plane(dtype, place) for dtype in (torch.float32, kept, rest_type(kept)))
-            triton_launch.launch(parts.split_kernel, (master, weight, rest))
-            triton_launch.launch(parts.join_kernel, (weight, rest, master))
+            triton_passes.launch(parts.split_kernel, (master, weight, rest))
+            triton_passes.launch(parts.join_kernel, (weight, rest, master))
         for dtype in TYPES:
             TritonPasses().look(plane(dtype, place), flag())
     assert len(launched) == 7 * len(PLACES)
@@ -200,7 +199,7 @@ def test_the_norm_adds_and_squares_in_fp64_and_fuses_nothing(
 
 def test_by_default_the_update_would_be_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What these tests look for is there where nothing is done against it."""
-    monkeypatch.setattr(triton_launch.kernels, "OPTIONS", {**kernels.OPTIONS, "enable_fp_fusion": True})
+    monkeypatch.setattr(triton_passes.kernels, "OPTIONS", {**kernels.OPTIONS, "enable_fp_fusion": True})
     with compiling_for(80, monkeypatch) as launched:
         update(kept=torch.float32, grad=torch.float32, hyper=ADAMW, place="aligned")
     assert launched[0].each(BLOCK) != defined(ADAMW)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from patrickstar.optim import triton_norm
+from patrickstar.optim import triton_passes
 from patrickstar.optim.norm import BLOCK_NUMEL, GlobalNorm
-from patrickstar.optim.triton_norm import TritonNorm
+from patrickstar.optim.triton_passes import TritonNorm
 from tests.optim.test_norm import (  # noqa: F401
     added,
     defined_sum,
@@ -34,6 +34,6 @@ def make_norm() -> Callable[[], GlobalNorm]:
 
 
 def test_a_long_tensor_is_summed_by_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_norm, "_SPAN_NUMEL", BLOCK_NUMEL)
+    monkeypatch.setattr(triton_passes, "_SPAN_NUMEL", BLOCK_NUMEL)
     tensors = gradients((3 * BLOCK_NUMEL + 100,))
     assert total(added(TritonNorm(torch.device("cpu")), tensors)) == defined_sum(tensors)

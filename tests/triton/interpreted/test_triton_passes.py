@@ -13,8 +13,7 @@ from patrickstar.optim import triton_kernels as kernels
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.masters import rest_type
 from patrickstar.optim.passes import Passes
-from patrickstar.optim.triton_launch import launch
-from patrickstar.optim.triton_passes import TritonPasses
+from patrickstar.optim.triton_passes import TritonPasses, launch
 from tests.optim.definition import Definition
 from tests.optim.oracle import different
 from tests.optim.planes import Plane, numbers, of_bits, planes_of
