@@ -20,7 +20,7 @@ TRITONTEST = $(BIN)/python -m tests.triton $(OPTIONS)
 
 $(STAMP): pyproject.toml requirements/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt torch==2.13.0 --editable '.[train,dev,loops]'
+	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt torch==2.13.0 --editable '.[train,dev,loops,cluster]'
 	touch $(STAMP)
 
 # TRL brings pandas, pyarrow and more, diffusers Pillow: only the full suite has their loops, and that of timm, which asks for a torchvision of torch's own build.

@@ -33,6 +33,7 @@ VERBS: Final = MappingProxyType(
         "models": "patrickstar.cli.listings",
         "machines": "patrickstar.cli.listings",
         "doctor": "patrickstar.cli.doctor",
+        "cluster": "patrickstar.cli.cluster",
     }
 )
 

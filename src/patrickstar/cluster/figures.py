@@ -1,0 +1,92 @@
+"""Figures of a simulation: times of jobs, what was lost, and how fair it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from patrickstar.cluster.simulation import Finished, Outcome
+from patrickstar.cluster.workload import Course
+
+MOST_SIZES = 128
+
+
+def figures(outcome: Outcome, *, policy: str, seed: int) -> dict[str, Any]:
+    """The object that `simulate --json` prints. Seconds.
+
+    `ideal` is what a job takes alone on the cluster, at its best size and batch at every moment, without a start. `worst_ftf` is the
+    largest finish-time fairness (Mahajan et al., "Themis", NSDI 2020): a job's time over that with an equal share of the cluster among
+    the jobs that were there, averaged over its life. `utilisation` is the share of all GPU-seconds, from the first submission to the last
+    end, that jobs held; `gpu_seconds_lost` were held without progress.
+    """
+    jobs, cluster = outcome.jobs, outcome.cluster
+    spent = np.array([job.finish - job.submission.submit for job in jobs])
+    first, last = min(job.submission.submit for job in jobs), max(job.finish for job in jobs)
+    shares = [cluster.gpus / there for there in contention(jobs)]
+    fair = [
+        jct / seconds_with(job.submission.course, job.submission.max_gpus, share=share)
+        for jct, job, share in zip(spent.tolist(), jobs, shares, strict=True)
+    ]
+    rows = [
+        {
+            "job": job.submission.name,
+            "submit": job.submission.submit,
+            "start": job.start,
+            "finish": job.finish,
+            "jct": jct,
+            "ideal": seconds_with(job.submission.course, job.submission.max_gpus),
+            "resizes": job.resizes,
+        }
+        for jct, job in zip(spent.tolist(), jobs, strict=True)
+    ]
+    seconds = np.array(outcome.decision_seconds)
+    return {
+        "policy": policy,
+        "gpus": cluster.gpus,
+        "seed": seed,
+        "jobs": rows,
+        "mean_jct": float(spent.mean()),
+        "p50_jct": float(np.percentile(spent, 50)),
+        "p99_jct": float(np.percentile(spent, 99)),
+        "makespan": last - first,
+        "gpu_seconds_lost": sum(job.lost for job in jobs),
+        "utilisation": sum(job.held for job in jobs) / (cluster.gpus * (last - first)),
+        "worst_ftf": max(fair),
+        "decision_seconds": {"mean": float(seconds.mean()), "p99": float(np.percentile(seconds, 99))},
+    }
+
+
+def contention(jobs: Sequence[Finished]) -> list[float]:
+    """Jobs that were there during the life of each, on average, itself included."""
+    starts = np.sort([job.submission.submit for job in jobs])
+    ends = np.sort([job.finish for job in jobs])
+    moments = np.unique(np.concatenate([starts, ends]))
+    there = np.searchsorted(starts, moments, side="right") - np.searchsorted(ends, moments, side="right")
+    total = np.concatenate([[0.0], np.cumsum(there[:-1] * np.diff(moments))])
+    found = []
+    for job in jobs:
+        begin, end = np.interp([job.submission.submit, job.finish], moments, total)
+        found.append(max(1.0, (end - begin) / (job.finish - job.submission.submit)))
+    return found
+
+
+def seconds_with(course: Course, max_gpus: int, *, share: float | None = None) -> float:
+    """Seconds of a job's whole course with so many GPUs, of which there may be a part of one; `None`: with its best number of them."""
+    done = seconds = 0.0
+    sizes = (
+        np.unique(np.geomspace(1, max_gpus, MOST_SIZES).astype(int))
+        if max_gpus > MOST_SIZES
+        else np.arange(1, max_gpus + 1)
+    )
+    while done < course.work:
+        until, rates = course.change_after(done), course.at(done).best_rates(sizes.tolist())
+        if share is None or share >= max_gpus:
+            rate = float(rates.max())
+        else:
+            # Time-slices of one GPU below one; between two sizes, the straight line; never slower for having more.
+            rate = float(np.interp(share, [0, *sizes], [0.0, *np.maximum.accumulate(rates)]))
+        seconds += (until - done) / rate
+        done = until
+    return seconds

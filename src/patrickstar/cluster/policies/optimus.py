@@ -1,0 +1,34 @@
+"""Optimus: each job one GPU, then always to the one whose end a further GPU brings forward most; batches stay as they are.
+
+Source: Peng et al., "Optimus" (EuroSys 2018), section 4.1, with known speeds and a known rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from patrickstar.cluster.job_view import Allocations, Cluster, JobView
+from patrickstar.cluster.policies.greedy import place, share_out, size_grid
+
+
+def optimus(
+    jobs: Sequence[JobView],
+    cluster: Cluster,
+    now: float,  # noqa: ARG001 - a policy's
+    state: Any,
+    rng: np.random.Generator,  # noqa: ARG001 - a policy's
+) -> tuple[Allocations, Any]:
+    """Allocations that are best step by step for the sum of the seconds that jobs still take."""
+    sizes = size_grid(jobs, cluster)
+    order = sorted(jobs, key=lambda job: (-job.priority, job.submit))
+    with np.errstate(divide="ignore"):
+        left = {job.name: job.rest / job.speed.own_rates(sizes) for job in order}
+    found = share_out(order, [-left[job.name] for job in order], sizes, cluster.gpus)
+
+    def why(job: JobView, gpus: int) -> str:
+        return f"{left[job.name][sizes.index(gpus)]:.0f} s left on {gpus} GPUs with its own batch"
+
+    return place(order, found, cluster, why=why, own_batch=True), state
