@@ -258,12 +258,12 @@ class _World:
 
     def _give(self, job: _Job, now: float, new: Allocation) -> None:
         """Changes what a job holds, at a moment until which it is up to date."""
-        before = job.allocation
+        before, hold = job.allocation, max(0.0, job.held_until - now)
         if before is None:
-            job.held_until = now + self.cluster.start_s
+            hold = self.cluster.start_s
         elif new.gpu_ids and new.gpu_ids != before.gpu_ids:
-            # A start under way is not cut short by a resize.
-            job.held_until = max(now + self.cluster.resize_s, job.held_until)
+            hold = max(self.cluster.resize_s, hold)  # a start under way is not cut short by a resize
+        job.held_until = now + hold
         if before is None or new.gpu_ids != before.gpu_ids:
             job.epochs_at_change = job.submission.course.epochs(job.done)
             job.resizes += bool(new.gpu_ids) and not math.isnan(job.start)
@@ -271,7 +271,7 @@ class _World:
         job.allocation = new if new.gpu_ids else None
         job.largest = max(job.largest, len(new.gpu_ids))
         job.set_speed(self.cluster)
-        self._tell(job, now, new, hold=max(0.0, job.held_until - now) if new.gpu_ids else 0.0)
+        self._tell(job, now, new, hold=hold if new.gpu_ids else 0.0)
 
     def _tell(self, job: _Job, now: float, new: Allocation, *, hold: float) -> None:
         what = {

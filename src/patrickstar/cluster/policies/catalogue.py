@@ -14,6 +14,7 @@ from typing import Final
 from patrickstar.cluster.job_view import Policy
 from patrickstar.cluster.policies.fifo import fifo
 from patrickstar.cluster.policies.las import las
+from patrickstar.cluster.policies.ones import ones
 from patrickstar.cluster.policies.optimus import optimus
 from patrickstar.cluster.policies.pollux import pollux
 from patrickstar.cluster.policies.soonest import soonest
@@ -38,6 +39,7 @@ POLICIES: Final[Mapping[str, NamedPolicy]] = MappingProxyType(
         "las": NamedPolicy(las, "Tiresias (NSDI 2019)", "GPU time attained", False),
         "optimus": NamedPolicy(optimus, "Optimus (EuroSys 2018)", "what remains, speeds", True),
         "pollux": NamedPolicy(pollux, "Pollux (OSDI 2021)", "speeds, gradient noise", True),
+        "ones": NamedPolicy(ones, "ONES (SC 2021)", "epochs, losses, speeds; what remains it predicts", True),
         "soonest": NamedPolicy(
             soonest, "ours; the default", "what remains, speeds, gradient noise, what a change costs", True
         ),
