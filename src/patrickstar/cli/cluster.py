@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from patrickstar.cli import flags
 from patrickstar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from patrickstar.cluster.simulation import Outcome
 
 
 @click.group()
@@ -59,6 +62,8 @@ def simulate(workload: Path, name: str, **given: Any) -> None:
     for one, policy in zip(names, policies, strict=True):
         found[one] = run(jobs, policy, cluster=of, tick_s=given["tick"], seed=given["seed"])
         told.append(figures(found[one], policy=one, seed=given["seed"]))
+    if given["report"]:
+        _write_report(given["report"], found, told)
     if given["events"]:
         given["events"].write_text("".join(json.dumps(event) + "\n" for event in found[name].events))
     if given["as_json"]:
@@ -76,6 +81,18 @@ def policies() -> None:
     rows = [("name", "source", "resizes", "knows")]
     rows += [(name, one.source, "yes" if one.resizes else "no", one.knows) for name, one in POLICIES.items()]
     click.echo("\n".join(_columns(rows)))
+
+
+def _write_report(path: Path, found: Mapping[str, Outcome], told: Sequence[dict[str, Any]]) -> None:
+    from patrickstar.cluster.report import page
+
+    try:
+        from patrickstar.cli.report_picture import write_picture
+
+        write_picture(path.with_suffix(".png"), found, told)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--report needs {error.name} for its picture: pip install 'patrickstar[cluster]'") from None
+    path.write_text(page(found, told), encoding="utf-8")
 
 
 def _table(told: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from patrickstar.cluster.simulation import Finished, Outcome
+from patrickstar.cluster.job_view import Numbers
+from patrickstar.cluster.simulation import DONE, Finished, Outcome
 from patrickstar.cluster.workload import Course
 
 MOST_SIZES = 128
@@ -56,6 +57,24 @@ def figures(outcome: Outcome, *, policy: str, seed: int) -> dict[str, Any]:
         "worst_ftf": max(fair),
         "decision_seconds": {"mean": float(seconds.mean()), "p99": float(np.percentile(seconds, 99))},
     }
+
+
+def timeline(outcome: Outcome) -> tuple[Numbers, Numbers, Numbers]:
+    """Moments, and the GPUs held and the jobs that wait from each of them on."""
+    submitted = {job.submission.name: job.submission.submit for job in outcome.jobs}
+    changes: dict[float, list[int]] = {moment: [0, 0] for moment in submitted.values()}
+    for moment in submitted.values():
+        changes[moment][1] += 1
+    holds = dict.fromkeys(submitted, 0)
+    for event in outcome.events:
+        if event["event"] == "allocate":
+            change, before = changes.setdefault(event["t"], [0, 0]), holds[event["job"]]
+            holds[event["job"]] = len(event["gpus"])
+            change[0] += len(event["gpus"]) - before
+            change[1] += (before > 0) - bool(event["gpus"]) - (event["why"] == DONE)
+    moments = np.array(sorted(changes))
+    held, waiting = np.cumsum([changes[moment] for moment in moments.tolist()], axis=0).T
+    return moments, held, waiting
 
 
 def contention(jobs: Sequence[Finished]) -> list[float]:

@@ -23,6 +23,8 @@ from patrickstar.errors import Error
 Event = dict[str, Any]
 Ids = tuple[int, ...]
 Key = TypeVar("Key")
+DONE: Final = "done"
+"""Why a job that has ended holds nothing."""
 PATIENCE: Final = 10_000
 """Decisions in a row that may give nothing to anybody."""
 
@@ -224,7 +226,7 @@ class _World:
 
     def _end(self, job: _Job, now: float) -> None:
         job.finish, job.allocation = now, None
-        self._tell(job, now, Allocation((), 0.0, "done"), hold=0.0)
+        self._tell(job, now, Allocation((), 0.0, DONE), hold=0.0)
 
     def _decide(self, active: Sequence[_Job], now: float) -> None:
         for job in active:

@@ -65,10 +65,10 @@ def slope_by_beta(alpha: Numbers, beta: Numbers, progress: Numbers) -> Numbers:
 
 def digamma(x: Numbers) -> Numbers:
     """Slope of log-gamma, for x from 1 on: raised by recurrence to where the asymptotic series is good to 1e-10."""
-    below = (1 / (x + np.arange(6)[:, None])).sum(axis=0)
+    below: Numbers = (1 / (x + np.arange(6)[:, None])).sum(axis=0)
     x = x + 6
-    found: Numbers = np.log(x) - 1 / (2 * x) - 1 / (12 * x**2) + 1 / (120 * x**4) - 1 / (252 * x**6) + 1 / (240 * x**8)
-    return found - below  # type: ignore[no-any-return]
+    series: Numbers = np.log(x) - 1 / (2 * x) - 1 / (12 * x**2) + 1 / (120 * x**4) - 1 / (252 * x**6) + 1 / (240 * x**8)
+    return series - below
 
 
 def _slopes(weights: list[Numbers], lines: Numbers, progress: Numbers) -> list[Numbers]:
