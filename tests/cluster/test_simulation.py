@@ -113,7 +113,7 @@ def test_a_start_and_a_resize_hold_gpus_without_progress():
     found = simulate([submission(duration=100.0, serial=0.0)], grows, cluster=SMALL)
     # 30 s to start, 30 s of work, 2 s to resize, and 70 s of work at twice the speed.
     assert ends(found) == [97.0]
-    assert (found.jobs[0].lost, found.jobs[0].held, found.jobs[0].resizes) == (30.0 + 2 * 2.0, 60.0 + 2 * 37.0, 1)
+    assert (found.jobs[0].lost, found.jobs[0].attained, found.jobs[0].resizes) == (30.0 + 2 * 2.0, 60.0 + 2 * 37.0, 1)
 
 
 def test_a_start_is_not_cut_short_by_a_resize():
@@ -172,7 +172,7 @@ def test_a_batch_out_of_bounds_is_named():
 
 
 def test_a_policy_that_gives_nothing_for_ever_is_stopped():
-    with pytest.raises(PolicyError, match=f"{PATIENCE} decisions in a row gave nothing to the 1 jobs"):
+    with pytest.raises(PolicyError, match=f"{PATIENCE} decisions in a row gave nothing to 1 jobs"):
         simulate([submission()], lambda *_: ({}, None), cluster=SMALL)
 
 

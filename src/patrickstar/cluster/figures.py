@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from patrickstar.cluster.job_view import Numbers
-from patrickstar.cluster.simulation import DONE, Finished, Outcome
+from patrickstar.cluster.simulation import DONE, Outcome, SimulatedJob
 from patrickstar.cluster.workload import Course
 
 MOST_SIZES = 128
@@ -30,18 +30,11 @@ def figures(outcome: Outcome, *, policy: str, seed: int) -> dict[str, Any]:
         jct / seconds_with(job.submission.course, job.submission.max_gpus, share=share)
         for jct, job, share in zip(spent.tolist(), jobs, shares, strict=True)
     ]
-    rows = [
-        {
-            "job": job.submission.name,
-            "submit": job.submission.submit,
-            "start": job.start,
-            "finish": job.finish,
-            "jct": jct,
-            "ideal": seconds_with(job.submission.course, job.submission.max_gpus),
-            "resizes": job.resizes,
-        }
-        for jct, job in zip(spent.tolist(), jobs, strict=True)
-    ]
+    rows = []
+    for job, jct in zip(jobs, spent.tolist(), strict=True):
+        of = job.submission
+        times = {"submit": of.submit, "start": job.start, "finish": job.finish, "jct": jct}
+        rows.append({"job": of.name, **times, "ideal": seconds_with(of.course, of.max_gpus), "resizes": job.resizes})
     seconds = np.array(outcome.decision_seconds)
     return {
         "policy": policy,
@@ -53,7 +46,7 @@ def figures(outcome: Outcome, *, policy: str, seed: int) -> dict[str, Any]:
         "p99_jct": float(np.percentile(spent, 99)),
         "makespan": last - first,
         "gpu_seconds_lost": sum(job.lost for job in jobs),
-        "utilisation": sum(job.held for job in jobs) / (cluster.gpus * (last - first)),
+        "utilisation": sum(job.attained for job in jobs) / (cluster.gpus * (last - first)),
         "worst_ftf": max(fair),
         "decision_seconds": {"mean": float(seconds.mean()), "p99": float(np.percentile(seconds, 99))},
     }
@@ -77,7 +70,7 @@ def timeline(outcome: Outcome) -> tuple[Numbers, Numbers, Numbers]:
     return moments, held, waiting
 
 
-def contention(jobs: Sequence[Finished]) -> list[float]:
+def contention(jobs: Sequence[SimulatedJob]) -> list[float]:
     """Jobs that were there during the life of each, on average, itself included."""
     starts = np.sort([job.submission.submit for job in jobs])
     ends = np.sort([job.finish for job in jobs])

@@ -12,32 +12,30 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+Ids: TypeAlias = tuple[int, ...]
 Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
 
 
 class Speed(Protocol):
-    """Speeds of one job at its present point, by number of GPUs and by batch, as a factor of the job's own batch.
+    """Speeds of one job at its present point, by number of GPUs, their nodes (0: as few as hold them) and batch.
 
-    Work is counted in samples of the job's own batch. A sample of a larger batch may bring less.
+    A batch is a factor of the job's own one; work is counted in samples of one batch of reference, as a sample of a larger one brings less.
+    A speed of 0 is that of a job that cannot run so.
     """
 
-    def samples_per_s(self, gpus: int, *, batch: float, nodes: int = 0) -> float:
-        """Samples computed a second on so many GPUs of so many nodes; 0 nodes: as few as hold them."""
-
-    def useful_per_s(self, gpus: int, *, batch: float, nodes: int = 0) -> float:
-        """Work done a second: samples times what one of this batch brings."""
-
+    def samples_per_s(self, gpus: int, *, batch: float, nodes: int = 0) -> float: ...
+    def useful_per_s(self, gpus: int, *, batch: float, nodes: int = 0) -> float: ...
     def best_batch(self, gpus: int, *, nodes: int = 0) -> float:
-        """The factor of the own batch with which most work is done a second."""
-
-    def best_rates(self, sizes: Sequence[int]) -> Numbers:
-        """Work a second at each of these sizes with its best batch; 0 where the job cannot run. [len(sizes)]"""
-
-    def own_rates(self, sizes: Sequence[int]) -> Numbers:
-        """Work a second at each of these sizes with the job's own batch; 0 where the job cannot run. [len(sizes)]"""
+        """The batch with which most work is done a second."""
 
     def batches(self) -> tuple[float, float]:
-        """The smallest and the largest factor of its own batch that the job takes."""
+        """The smallest and the largest batch."""
+
+    def best_rates(self, sizes: Sequence[int]) -> Numbers:
+        """Work a second at each of these sizes with its best batch. [sizes]"""
+
+    def own_rates(self, sizes: Sequence[int]) -> Numbers:
+        """Work a second at each of these sizes with the job's own batch. [sizes]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +51,16 @@ class JobView:
     pinned: bool = False
     """Once it runs it is never resized and never stopped."""
     priority: int = 0
-    """Higher ones first."""
     user: str = ""
     speed: Speed
     rest: float
     """Work still to do, known or predicted, in samples of its own batch."""
     done: float = 0.0
-    """Work done."""
     samples: float = 0.0
     """Samples computed, useful or not."""
     epoch_samples: float = 1.0
     """Samples of its data set."""
     epochs: int = 0
-    """Epochs finished."""
     epochs_at_change: int = 0
     """Epochs that it had finished when its GPUs were last changed."""
     losses: tuple[float, float] = (1.0, 1.0)
@@ -77,7 +72,7 @@ class JobView:
     """Seconds for which it has held GPUs."""
     largest: int = 0
     """The most GPUs it has run on."""
-    gpu_ids: tuple[int, ...] = ()
+    gpu_ids: Ids = ()
     """GPUs that it holds now."""
     batch: float = 1.0
 
@@ -107,14 +102,15 @@ class Cluster:
 class Allocation:
     """GPUs for a job, its batch as a factor of its own one, and a sentence that says why."""
 
-    gpu_ids: tuple[int, ...]
+    gpu_ids: Ids
     batch: float
     why: str
 
 
-Allocations: TypeAlias = Mapping[str, Allocation]
-"""By job; one that is not in it holds nothing."""
-Policy: TypeAlias = Callable[[Sequence[JobView], Cluster, float, Any, np.random.Generator], tuple[Allocations, Any]]
+Jobs: TypeAlias = Sequence[JobView]
+Decision: TypeAlias = tuple[Mapping[str, Allocation], Any]
+"""Allocations by job, where one that is not there holds nothing, and the state for the next decision."""
+Policy: TypeAlias = Callable[[Jobs, Cluster, float, Any, np.random.Generator], Decision]
 """`(jobs, cluster, now, state, rng) -> (allocations, state)`: jobs in order of submission, `state` as the last call gave it, `None` at first.
 
 The function is pure but for what it draws from `rng`. A state with a method `event()` has what that gives written to the log of events.

@@ -16,12 +16,11 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from patrickstar.cluster.job_view import Allocation, Cluster, JobView, Policy
+from patrickstar.cluster.job_view import Allocation, Cluster, Ids, JobView, Policy
 from patrickstar.cluster.workload import Submission
 from patrickstar.errors import Error
 
 Event = dict[str, Any]
-Ids = tuple[int, ...]
 Key = TypeVar("Key")
 DONE: Final = "done"
 """Why a job that has ended holds nothing."""
@@ -34,8 +33,8 @@ class PolicyError(Error):
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
-    """One job on its way."""
+class SimulatedJob:
+    """One job on its way. `attained` and `lost` are GPU-seconds held, and those of them without progress."""
 
     submission: Submission
     error: float
@@ -69,11 +68,8 @@ class _Job:
             held, worked = now - self.at, max(0.0, now - max(self.at, self.held_until))
             gpus, course = len(self.allocation.gpu_ids), self.submission.course
             # At its mark by definition, whatever the seconds until then have been rounded to.
-            self.done = (
-                course.change_after(self.done)
-                if now == self.next_at
-                else min(self.done + worked * self.useful, course.work)
-            )
+            done = course.change_after(self.done) if now == self.next_at else self.done + worked * self.useful
+            self.done = min(done, course.work)
             self.samples += worked * self.sampled
             self.attained += held * gpus
             self.ran += held
@@ -94,45 +90,22 @@ class _Job:
             self.next_at = max(self.at, self.held_until) + (course.change_after(self.done) - self.done) / self.useful
 
     def view(self) -> JobView:
-        course, of = self.submission.course, self.submission
-        progress = self.done / course.work
+        of, course = self.submission, self.submission.course
         # Simulated: a loss that falls to a tenth or so, each job's in its own way, and what a classifier would then get right.
-        fallen = progress**self.steepness * 0.9
-        return JobView(
-            name=of.name,
-            submit=of.submit,
-            gpus=of.gpus,
-            min_gpus=of.min_gpus,
-            max_gpus=of.max_gpus,
-            priority=of.priority,
-            user=of.user,
-            speed=course.at(self.done),
-            rest=(course.work - self.done) * self.error,
-            done=self.done,
-            samples=self.samples,
-            epoch_samples=course.epoch_samples,
-            epochs=course.epochs(self.done),
-            epochs_at_change=self.epochs_at_change,
-            losses=(1.0, 1 - fallen),
-            accuracy=fallen,
-            attained=self.attained,
-            ran=self.ran,
-            largest=self.largest,
-            gpu_ids=() if self.allocation is None else self.allocation.gpu_ids,
-            batch=1.0 if self.allocation is None else self.allocation.batch,
+        fallen = (self.done / course.work) ** self.steepness * 0.9
+        asked = {
+            name: getattr(of, name) for name in ("name", "submit", "gpus", "min_gpus", "max_gpus", "priority", "user")
+        }
+        so_far = {
+            name: getattr(self, name) for name in ("done", "samples", "attained", "ran", "largest", "epochs_at_change")
+        }
+        holds: dict[str, Any] = (
+            {} if self.allocation is None else {"gpu_ids": self.allocation.gpu_ids, "batch": self.allocation.batch}
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """One job of a simulation that has ended. Seconds; `lost` and `held` are GPU-seconds without progress and in all."""
-
-    submission: Submission
-    start: float
-    finish: float
-    resizes: int
-    lost: float
-    held: float
+        learned: dict[str, Any] = {"losses": (1.0, 1 - fallen), "accuracy": fallen}
+        data: dict[str, Any] = {"epochs": course.epochs(self.done), "epoch_samples": course.epoch_samples}
+        rest = (course.work - self.done) * self.error
+        return JobView(speed=course.at(self.done), rest=rest, **asked, **so_far, **holds, **learned, **data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +113,7 @@ class Outcome:
     """One simulation: its jobs in the order of the workload, its events, and the seconds that each decision took."""
 
     cluster: Cluster
-    jobs: tuple[Finished, ...]
+    jobs: tuple[SimulatedJob, ...]
     events: tuple[Event, ...]
     decision_seconds: tuple[float, ...]
 
@@ -177,7 +150,7 @@ class _World:
     rest_error: float
     clock: Callable[[], float]
 
-    jobs: list[_Job] = field(default_factory=list)
+    jobs: list[SimulatedJob] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     state: Any = None
@@ -187,20 +160,23 @@ class _World:
         draws = np.random.default_rng([self.seed, 1])
         errors = np.exp(draws.normal(0.0, 1.0, len(self.workload)) * self.rest_error)
         steepness = np.exp(draws.normal(0.0, 0.3, len(self.workload)))
-        self.jobs = [_Job(*each) for each in zip(self.workload, errors.tolist(), steepness.tolist(), strict=True)]
+        self.jobs = [
+            SimulatedJob(*each) for each in zip(self.workload, errors.tolist(), steepness.tolist(), strict=True)
+        ]
         self.rng = np.random.default_rng([self.seed, 2])
         coming = sorted(range(len(self.jobs)), key=lambda at: (self.workload[at].submit, at), reverse=True)
-        active: list[_Job] = []
+        active: list[SimulatedJob] = []
         now, idle = 0.0, 0
         while active or coming:
             arrival = self.workload[coming[-1]].submit if coming else math.inf
-            tick = self._next_tick(now) if active else math.inf
+            tick = (math.floor(now / self.tick_s) + 1) * self.tick_s if active else math.inf
             now = min(arrival, tick, min((job.next_at for job in active), default=math.inf))
             decides = now in (arrival, tick)
             for job in [job for job in active if job.next_at == now]:
                 job.advance(now)
                 if job.done == job.submission.course.work:
-                    self._end(job, now)
+                    job.finish, job.allocation = now, None
+                    self._tell(job, now, Allocation((), 0.0, DONE), hold=0.0)
                     active.remove(job)
                     decides = True
                 else:
@@ -212,23 +188,10 @@ class _World:
                 self._decide(active, now)
                 idle = 0 if coming or any(job.allocation for job in active) else idle + 1
                 if idle == PATIENCE:
-                    raise self._refusal(
-                        now, f"{idle} decisions in a row gave nothing to the {len(active)} jobs that wait"
-                    )
-        finished = (
-            Finished(job.submission, job.start, job.finish, job.resizes, job.lost, job.attained) for job in self.jobs
-        )
-        return Outcome(self.cluster, tuple(finished), tuple(self.events), tuple(self.seconds))
+                    raise self._refusal(now, f"{idle} decisions in a row gave nothing to {len(active)} jobs that wait")
+        return Outcome(self.cluster, tuple(self.jobs), tuple(self.events), tuple(self.seconds))
 
-    def _next_tick(self, now: float) -> float:
-        tick = (math.floor(now / self.tick_s) + 1) * self.tick_s
-        return tick if tick > now else tick + self.tick_s
-
-    def _end(self, job: _Job, now: float) -> None:
-        job.finish, job.allocation = now, None
-        self._tell(job, now, Allocation((), 0.0, DONE), hold=0.0)
-
-    def _decide(self, active: Sequence[_Job], now: float) -> None:
+    def _decide(self, active: Sequence[SimulatedJob], now: float) -> None:
         for job in active:
             if now > job.at:
                 job.advance(now)
@@ -258,7 +221,7 @@ class _World:
                 why = f"gives back what others get now; {changes[job].why}"
                 self._tell(job, now, Allocation(gpu_ids, changes[job].batch, why), hold=self.cluster.resize_s)
 
-    def _give(self, job: _Job, now: float, new: Allocation) -> None:
+    def _give(self, job: SimulatedJob, now: float, new: Allocation) -> None:
         """Changes what a job holds, at a moment until which it is up to date."""
         before, hold = job.allocation, max(0.0, job.held_until - now)
         if before is None:
@@ -275,17 +238,11 @@ class _World:
         job.set_speed(self.cluster)
         self._tell(job, now, new, hold=hold if new.gpu_ids else 0.0)
 
-    def _tell(self, job: _Job, now: float, new: Allocation, *, hold: float) -> None:
-        what = {
-            "event": "allocate",
-            "t": now,
-            "job": job.submission.name,
-            "gpus": list(new.gpu_ids),
-            "batch": new.batch,
-        }
-        self.events.append({**what, "hold": hold, "why": new.why})
+    def _tell(self, job: SimulatedJob, now: float, new: Allocation, *, hold: float) -> None:
+        what = {"event": "allocate", "t": now, "job": job.submission.name, "gpus": list(new.gpu_ids)}
+        self.events.append({**what, "batch": new.batch, "hold": hold, "why": new.why})
 
-    def _check(self, found: Mapping[str, Allocation], active: Sequence[_Job], now: float) -> None:
+    def _check(self, found: Mapping[str, Allocation], active: Sequence[SimulatedJob], now: float) -> None:
         by_name = {job.submission.name: job for job in active}
         owner: dict[int, str] = {}
         for name, new in found.items():
@@ -295,15 +252,15 @@ class _World:
             for gpu in new.gpu_ids:
                 if not 0 <= gpu < self.cluster.gpus:
                     raise self._refusal(now, f"it gives GPU {gpu} to {name!r}; there are 0 to {self.cluster.gpus - 1}")
-                if owner.setdefault(gpu, name) != name or new.gpu_ids.count(gpu) > 1:
+                if gpu in owner:
                     raise self._refusal(now, f"it gives GPU {gpu} to {owner[gpu]!r} and to {name!r}")
+                owner[gpu] = name
             if n and not of.min_gpus <= n <= of.max_gpus:
                 raise self._refusal(now, f"it gives {n} GPUs to {name!r}, which takes {of.min_gpus} to {of.max_gpus}")
             least, most = of.course.at(by_name[name].done).batches()
             if n and not least * (1 - 1e-9) <= new.batch <= most * (1 + 1e-9):
-                raise self._refusal(
-                    now, f"it gives {name!r} {new.batch:g} times its batch, which may be {least:g} to {most:g}"
-                )
+                what = f"{new.batch:g} times its batch, which may be {least:g} to {most:g}"
+                raise self._refusal(now, f"it gives {name!r} {what}")
 
     def _refusal(self, now: float, what: str) -> PolicyError:
         name = getattr(self.policy, "__name__", type(self.policy).__name__)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from patrickstar.cluster.four_numbers import FourNumbers
 from patrickstar.cluster.job_view import Speed
@@ -83,18 +83,20 @@ def read_workload(path: Path, *, gpus: int, gpus_per_node: int, profiles: Path |
     Raises:
         ConfigError: a column, a value or a job that cannot be taken; names file, line and column.
     """
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = [(reader.line_num, row) for reader in [csv.reader(file)] for row in reader if any(row)]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{path}: cannot be read as a CSV: {error}") from None
-    if not rows:
-        raise ConfigError(f"{path}: line 1: empty; give a header with {', '.join(REQUIRED)}, and a line for each job")
+    rows = _rows(path)
     line, header = rows[0][0], [name.strip() for name in rows[0][1]]
-    of_pollux = set(OF_POLLUX) <= set(header)
+    at, of_pollux = f"{path}: line {line}:", set(OF_POLLUX) <= set(header)
+    known, required = (OF_POLLUX, OF_POLLUX) if of_pollux else ((*REQUIRED, *DEFAULTS), REQUIRED)
+    unknown, missing = [one for one in header if one not in known], [one for one in required if one not in header]
+    hints = [f"; {one!r} is there{hint.replace(';', ':')}" for one in unknown if (hint := nearest(one, missing))]
+    if missing:
+        raise ConfigError(f"{at} no column {', '.join(map(repr, missing))}{''.join(hints[:1])}")
+    if unknown:
+        raise ConfigError(f"{at} column {unknown[0]!r} is none of {', '.join(known)}{nearest(unknown[0], known)}")
+    if twice := [one for one in known if header.count(one) > 1]:
+        raise ConfigError(f"{at} column {twice[0]!r} is there twice")
     if of_pollux and profiles is None:
-        raise ConfigError(f"{path}: line {line}: a workload of the Pollux artifact: give its tables by --profiles DIR")
-    _expect_columns(path, line, header, of_pollux=of_pollux)
+        raise ConfigError(f"{at} a workload of the Pollux artifact: give its tables by --profiles DIR")
     if len(rows) == 1:
         raise ConfigError(f"{path}: line {line + 1}: no job; give a line for each")
     tables = Profiles(profiles, gpus=gpus, gpus_per_node=gpus_per_node) if of_pollux and profiles else None
@@ -106,28 +108,23 @@ def read_workload(path: Path, *, gpus: int, gpus_per_node: int, profiles: Path |
         row = _Row(path, number, dict(zip(header, map(str.strip, cells), strict=True)), gpus)
         job = row.of_pollux(tables) if tables else row.job()
         if job.name in jobs:
-            raise row.error(
-                "name" if tables else "job", f"{job.name!r} is there twice, first in line {lines[job.name]}"
-            )
+            twice_in = f"{job.name!r} is there twice, first in line {lines[job.name]}"
+            raise row.error("name" if tables else "job", twice_in)
         jobs[job.name], lines[job.name] = job, number
     return tuple(jobs.values())
 
 
-def _expect_columns(path: Path, line: int, header: list[str], *, of_pollux: bool) -> None:
-    known = OF_POLLUX if of_pollux else (*REQUIRED, *DEFAULTS)
-    for name in header:
-        if header.count(name) > 1:
-            raise ConfigError(f"{path}: line {line}: column {name!r} is there twice")
-    unknown = [name for name in header if name not in known]
-    missing = [name for name in (() if of_pollux else REQUIRED) if name not in header]
-    if missing:
-        hints = [f"; {name!r} is there{hint.replace(';', ':')}" for name in unknown if (hint := nearest(name, missing))]
-        hint = hints[0] if hints else ""
-        raise ConfigError(f"{path}: line {line}: no column {', '.join(map(repr, missing))}{hint}")
-    if unknown:
-        raise ConfigError(
-            f"{path}: line {line}: column {unknown[0]!r} is none of {', '.join(known)}{nearest(unknown[0], known)}"
-        )
+def _rows(path: Path) -> list[tuple[int, list[str]]]:
+    """Lines that are not blank, with their numbers."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file)
+            rows = [(reader.line_num, row) for row in reader if any(row)]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path}: cannot be read as a CSV: {error}") from None
+    if not rows:
+        raise ConfigError(f"{path}: line 1: empty; give a header with {', '.join(REQUIRED)}, and a line for each job")
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +151,8 @@ class _Row:
         if not math.isfinite(value):
             raise self.error(column, f"{text!r} is no finite number")
         if value < least or value > most or (above and value == least):
-            bound = f"above {least:g}" if above else f"at least {least:g}"
-            raise self.error(
-                column, f"{text} is out of range: {bound}{f', at most {most:g}' if most < math.inf else ''}"
-            )
+            bound = f"{'above' if above else 'at least'} {least:g}" + (f", at most {most:g}" if most < math.inf else "")
+            raise self.error(column, f"{text} is out of range: {bound}")
         return value
 
     def whole(self, column: str, *, least: float = -math.inf, most: float = math.inf) -> int:
@@ -171,8 +166,8 @@ class _Row:
             raise self.error(column, "a job without a name")
         return self.cells[column]
 
-    def asked(self, column: str, *, least: int = 1) -> int:
-        gpus = self.whole(column, least=least)
+    def asked(self, column: str) -> int:
+        gpus = self.whole(column, least=1)
         if gpus > self.cluster_gpus:
             raise self.error(column, f"{gpus} GPUs, more than the {self.cluster_gpus} that there are (--gpus)")
         return gpus
@@ -182,23 +177,13 @@ class _Row:
         max_gpus = self.whole("max_gpus", least=min_gpus) if self.cells.get("max_gpus") else self.cluster_gpus
         if not min_gpus <= gpus <= max_gpus:
             raise self.error("gpus", f"{gpus} is not between min_gpus {min_gpus} and max_gpus {max_gpus}")
-        speed = FourNumbers(
-            gpus=gpus,
-            duration=self.number("duration", least=0, above=True),
-            serial=self.number("serial", least=0, most=1),
-            noise=self.number("noise", least=0),
-            grow=self.number("grow", least=1),
-        )
-        return Submission(
-            name=self.name("job"),
-            submit=self.number("submit", least=0),
-            gpus=gpus,
-            min_gpus=min_gpus,
-            max_gpus=min(max_gpus, self.cluster_gpus),
-            priority=self.whole("priority"),
-            user=self.cells.get("user", ""),
-            course=Steady(speed, self.whole("epochs", least=1)),
-        )
+        duration, serial = self.number("duration", least=0, above=True), self.number("serial", least=0, most=1)
+        noise, grow = self.number("noise", least=0), self.number("grow", least=1)
+        speed = FourNumbers(gpus=gpus, duration=duration, serial=serial, noise=noise, grow=grow)
+        course = Steady(speed, self.whole("epochs", least=1))
+        of: dict[str, Any] = {"priority": self.whole("priority"), "user": self.cells.get("user", ""), "course": course}
+        sizes: dict[str, Any] = {"gpus": gpus, "min_gpus": min_gpus, "max_gpus": min(max_gpus, self.cluster_gpus)}
+        return Submission(name=self.name("job"), submit=self.number("submit", least=0), **sizes, **of)
 
     def of_pollux(self, tables: Profiles) -> Submission:
         try:
@@ -208,13 +193,8 @@ class _Row:
         gpus = self.asked("num_replicas")
         if not course.at(0.0).own_rates([gpus])[0]:
             raise self.error("num_replicas", f"{gpus} GPUs are too many for a batch of {self.cells['batch_size']}")
-        return Submission(
-            name=self.name("name"),
-            submit=self.number("time", least=0),
-            gpus=gpus,
-            max_gpus=course.max_gpus,
-            course=course,
-        )
+        name, submit = self.name("name"), self.number("time", least=0)
+        return Submission(name=name, submit=submit, gpus=gpus, max_gpus=course.max_gpus, course=course)
 
 
 DEFAULTS: Final[Mapping[str, float]] = MappingProxyType(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -61,24 +60,16 @@ def find_policy(name: str) -> Policy:
         raise ConfigError(
             f"no policy {name!r}: {', '.join(known)}, or module:function for your own{nearest(name, known)}"
         )
-    with _this_directory_first():
-        try:
-            found = getattr(importlib.import_module(module), function)
-        except ImportError as error:
-            raise ConfigError(f"--policy {name}: module {module!r} cannot be imported: {error}") from error
-        except AttributeError:
-            raise ConfigError(f"--policy {name}: module {module!r} has no {function!r}") from None
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - an entry there is a text
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except ImportError as error:
+        raise ConfigError(f"--policy {name}: module {module!r} cannot be imported: {error}") from error
+    except AttributeError:
+        raise ConfigError(f"--policy {name}: module {module!r} has no {function!r}") from None
+    finally:
+        del sys.path[0]
     if not callable(found):
         raise ConfigError(f"--policy {name}: {function!r} is a {type(found).__name__}, not a function")
     policy: Policy = found
     return policy
-
-
-@contextmanager
-def _this_directory_first() -> Iterator[None]:
-    here = os.getcwd()  # noqa: PTH109 - an entry of sys.path is a text
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)

@@ -5,24 +5,17 @@ Source: Gu et al., "Tiresias" (NSDI 2019), discretized two-dimensional LAS; the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
+from numpy.random import Generator
 
-from patrickstar.cluster.job_view import Allocations, Cluster, JobView
+from patrickstar.cluster.job_view import Cluster, Decision, Jobs, JobView
 from patrickstar.cluster.policies.rigid import in_order
 
 THRESHOLD_GPU_S: Final = 16 * 3600.0
 
 
-def las(
-    jobs: Sequence[JobView],
-    cluster: Cluster,
-    now: float,  # noqa: ARG001 - a policy's
-    state: Any,
-    rng: np.random.Generator,  # noqa: ARG001 - a policy's
-) -> tuple[Allocations, Any]:
+def las(jobs: Jobs, cluster: Cluster, now: float, state: Any, rng: Generator) -> Decision:
     """Allocations to jobs below the threshold in order of submission, then to the others in the order in which they passed it.
 
     `state` is that order: names.

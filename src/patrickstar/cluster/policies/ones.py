@@ -11,23 +11,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.random import Generator
 
-from patrickstar.cluster.job_view import Allocation, Allocations, Cluster, JobView
+from patrickstar.cluster.job_view import Allocation, Cluster, Decision, Ids, Jobs, JobView
 from patrickstar.cluster.policies.beta_model import BetaModel, features, fit
-from patrickstar.cluster.policies.evolution import (
-    Schedules,
-    capped,
-    count,
-    crossover,
-    fill,
-    mutate,
-    reorder,
-    scores,
-)
+from patrickstar.cluster.policies.evolution import Schedules, capped, count, crossover, fill, mutate, reorder, scores
 
 YOUNG = 2
 """Epochs before a job is predicted, mutated or scaled."""
@@ -48,11 +40,15 @@ class OnesOptions:
     """The prototype's habit of a new draw of every job's progress at each decision, under which jobs change places all the time."""
 
 
+Line: TypeAlias = tuple[tuple[float, ...], float]
+"""Features of a job, and the samples that it had then done or the progress that these turned out to be."""
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A job's history: lines of its log with the samples done at each, its draw of progress and the epochs when it was drawn."""
+    """A job's history: a line an epoch, its samples, its draw of progress, and the epochs when it was drawn and its limit was scaled."""
 
-    lines: tuple[tuple[tuple[float, ...], float], ...] = ()
+    lines: tuple[Line, ...] = ()
     samples: float = 0.0
     draw: float = 0.5
     drawn_at: int = -1
@@ -61,15 +57,14 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class OnesState:
-    """A population between two decisions, and what has been learned. Limits by job; scores ascending."""
+    """A population between two decisions, and what has been learned. Scores ascending; `log` is of jobs that have ended."""
 
     names: tuple[str, ...] = ()
     population: Schedules = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
     scores: tuple[float, ...] = ()
     limits: Mapping[str, int] = field(default_factory=dict)
     seen: Mapping[str, Seen] = field(default_factory=dict)
-    log: tuple[tuple[tuple[float, ...], float], ...] = ()
-    """Lines of jobs that have ended, with the progress that they turned out to be."""
+    log: tuple[Line, ...] = ()
     model: BetaModel = field(default_factory=BetaModel)
     passed_over: frozenset[str] = frozenset()
     """Jobs that had run, and that the last schedule put in place had no GPU for."""
@@ -80,26 +75,50 @@ class OnesState:
 
 
 def ones(
-    jobs: Sequence[JobView],
-    cluster: Cluster,
-    now: float,  # noqa: ARG001 - a policy's
-    state: OnesState | None,
-    rng: np.random.Generator,
-    *,
-    options: OnesOptions = OnesOptions(),
-) -> tuple[Allocations, OnesState]:
+    jobs: Jobs, cluster: Cluster, now: float, state: Any, rng: Generator, *, options: OnesOptions = OnesOptions()
+) -> Decision:
     """Allocations by one generation of the search, and the population that goes on to the next."""
     state = state or OnesState()
     log, model = _learn(jobs, state, rng)
     seen = {job.name: _look(job, state.seen.get(job.name, Seen()), model, options, rng) for job in jobs}
-    limits, seen = _set_limits(jobs, state, seen, cluster, options)
-    rest = [seen[job.name].draw for job in jobs]
-    rest = [job.samples * (1 / rho - 1) for job, rho in zip(jobs, rest, strict=True)]
-    population, found = _generation(jobs, cluster, state, limits, rest, options, rng)
-    allocations, passed_over = _put_in_place(jobs, population[0], rest, options)
-    names = tuple(job.name for job in jobs)
-    by_name = dict(zip(names, limits.tolist(), strict=True))
-    return allocations, OnesState(names, population, tuple(found.tolist()), by_name, seen, log, model, passed_over)
+    limits, seen = _limits(jobs, state, seen, cluster, options)
+    names, bounds = tuple(limits), np.array([*limits.values()])
+    known = _carried_over(names, cluster, state, options, rng)
+    kept, young = capped(known, bounds), np.array([job.epochs < YOUNG for job in jobs])
+    candidates = np.concatenate([kept, crossover(kept, bounds, rng), mutate(kept, young, options.mutation, rng)])
+    rest = [job.samples * (1 / seen[job.name].draw - 1) for job in jobs]
+
+    def gpu_seconds(number: int, size: int) -> float:
+        speed = jobs[number].speed.samples_per_s(size, batch=batch_rule(jobs[number], size))
+        return 0.0 if young[number] else rest[number] * size / speed
+
+    least = np.array([job.min_gpus for job in jobs])
+    alone = [gpu_seconds(number, job.min_gpus) / job.min_gpus for number, job in enumerate(jobs)]
+    shortest = sorted(np.flatnonzero(~young).tolist(), key=lambda number: (alone[number], number))
+    asked = np.minimum(bounds, [options.most_of_asked * job.asked for job in jobs])
+    passes = [(np.flatnonzero(young).tolist(), least), (shortest, asked), (shortest, bounds)]
+    counts = fill(count(candidates, len(jobs)), passes, least, cluster.gpus)
+    found = scores(counts, gpu_seconds)
+    best = np.argsort(found, kind="stable")[: options.population]
+    present = np.full(cluster.gpus, -1)
+    for number, job in enumerate(jobs):
+        present[list(job.gpu_ids)] = number
+    # Scores do not depend on where a job's GPUs are: only those that stay are laid out.
+    population = reorder(counts[best], present)
+    chosen = {name: tuple(np.flatnonzero(population[0] == number).tolist()) for number, name in enumerate(names)}
+    wanted = _ready(jobs, chosen, options)
+    changes = any(wanted[job.name] != job.gpu_ids for job in jobs)
+    waits = [job.name for job in jobs if changes and job.ran and not job.gpu_ids and not chosen[job.name]]
+    why = [
+        f"about {left:.0f} samples left" if job.epochs >= YOUNG else "new" for job, left in zip(jobs, rest, strict=True)
+    ]
+    allocations = {
+        job.name: Allocation(gpus, batch_rule(job, len(gpus)), f"{text}; of the schedule with the least GPU time left")
+        for job, text in zip(jobs, why, strict=True)
+        if (gpus := wanted[job.name])
+    }
+    ascending = tuple(found[best].tolist())
+    return allocations, OnesState(names, population, ascending, limits, seen, log, model, frozenset(waits))
 
 
 def batch_rule(job: JobView, gpus: int) -> float:
@@ -111,7 +130,7 @@ def batch_rule(job: JobView, gpus: int) -> float:
     return min(max(gpus / job.gpus, least), most)
 
 
-def _learn(jobs: Sequence[JobView], state: OnesState, rng: np.random.Generator) -> tuple[tuple[Any, ...], BetaModel]:
+def _learn(jobs: Jobs, state: OnesState, rng: Generator) -> tuple[tuple[Line, ...], BetaModel]:
     """The log with the lines of jobs that have ended since, and a model fitted to it where there are such."""
     ended = [state.seen[name] for name in sorted(state.seen.keys() - {job.name for job in jobs})]
     new = [(line, min(done / one.samples, 0.999)) for one in ended for line, done in one.lines if done > 0]
@@ -121,126 +140,66 @@ def _learn(jobs: Sequence[JobView], state: OnesState, rng: np.random.Generator) 
     return log, fit(np.array([line for line, _ in log]), np.array([share for _, share in log]), rng)
 
 
-def _look(job: JobView, seen: Seen, model: BetaModel, options: OnesOptions, rng: np.random.Generator) -> Seen:
+def _look(job: JobView, seen: Seen, model: BetaModel, options: OnesOptions, rng: Generator) -> Seen:
     """A job's history with what it has done since."""
     line = features(job)
-    lines = (
-        seen.lines
-        if job.epochs <= len(seen.lines)
-        else (*seen.lines, *[(line, job.samples)] * (job.epochs - len(seen.lines)))
-    )
-    draw, drawn_at = seen.draw, seen.drawn_at
-    if job.epochs >= YOUNG and (drawn_at != job.epochs or options.redraw):
-        beta = model.beta(np.array([line]))[0]
-        draw, drawn_at = float(np.clip(rng.beta(job.epochs, beta), 1e-3, 1 - 1e-6)), job.epochs
-    return Seen(lines, job.samples, draw, drawn_at, seen.scaled_at)
+    new = [(line, job.samples)] * (job.epochs - len(seen.lines))
+    seen = replace(seen, lines=(*seen.lines, *new), samples=job.samples)
+    if job.epochs >= YOUNG and (seen.drawn_at != job.epochs or options.redraw):
+        drawn = rng.beta(job.epochs, model.beta(np.array([line]))[0])
+        seen = replace(seen, draw=float(np.clip(drawn, 1e-3, 1 - 1e-6)), drawn_at=job.epochs)
+    return seen
 
 
-def _set_limits(
-    jobs: Sequence[JobView], state: OnesState, seen: dict[str, Seen], cluster: Cluster, options: OnesOptions
-) -> tuple[Schedules, dict[str, Seen]]:
-    """Limits doubled, cut and halved. [jobs]"""
+def _limits(
+    jobs: Jobs, state: OnesState, seen: Mapping[str, Seen], cluster: Cluster, options: OnesOptions
+) -> tuple[dict[str, int], dict[str, Seen]]:
+    """Limits doubled, cut and halved, and histories with when they were scaled."""
     running = [job for job in jobs if job.gpu_ids]
     largest = max(running, key=lambda job: len(job.gpu_ids), default=None)
     usual = statistics.median(job.ran for job in running) if running else 0.0
-    limits, seen = [], dict(seen)
+    limits, seen = {}, dict(seen)
     for job in jobs:
         limit, held = state.limits.get(job.name, job.min_gpus), len(job.gpu_ids)
         if held and held == limit and job.epochs - seen[job.name].scaled_at >= YOUNG:
             limit = min(2 * limit, cluster.gpus, job.max_gpus)
-            before = seen[job.name]
-            seen[job.name] = Seen(before.lines, before.samples, before.draw, before.drawn_at, job.epochs)
+            seen[job.name] = replace(seen[job.name], scaled_at=job.epochs)
         if job is largest and 2 * held >= cluster.gpus and job.ran > usual > 0:
             limit = min(limit, math.ceil(held / (options.sigma * job.ran / usual + 1)) * 2)
         if job.name in state.passed_over and not held:
             limit //= 2
-        limits.append(held if job.pinned and held else max(limit, job.min_gpus))
-    return np.array(limits), seen
+        limits[job.name] = held if job.pinned and held else max(limit, job.min_gpus)
+    return limits, seen
 
 
-def _generation(  # noqa: PLR0917 - the steps of one generation
-    jobs: Sequence[JobView],
-    cluster: Cluster,
-    state: OnesState,
-    limits: Schedules,
-    rest: Sequence[float],
-    options: OnesOptions,
-    rng: np.random.Generator,
-) -> tuple[Schedules, Any]:
-    """The population after one generation, best first, and its scores."""
-    numbers = {job.name: number for number, job in enumerate(jobs)}
+def _carried_over(
+    names: Sequence[str], cluster: Cluster, state: OnesState, options: OnesOptions, rng: Generator
+) -> Schedules:
+    """The last population without jobs that have ended; at first, jobs in random orders with a GPU each."""
     if len(state.population):
-        known = np.array([*(numbers.get(name, -1) for name in state.names), -1])[state.population]
-    else:
-        known = np.full((options.population, cluster.gpus), -1)
-        for row in known:
-            drawn = rng.permutation(len(jobs))[: cluster.gpus]
-            row[: len(drawn)] = drawn
-    young = np.array([job.epochs < YOUNG for job in jobs])
-    kept = capped(known, limits)
-    candidates = np.concatenate([kept, crossover(kept, limits, rng), mutate(kept, young, options.mutation, rng)])
-    least = np.array([job.min_gpus for job in jobs])
-    alone = [
-        left / job.speed.samples_per_s(job.min_gpus, batch=batch_rule(job, job.min_gpus))
-        for job, left in zip(jobs, rest, strict=True)
-    ]
-    new = [number for number, job in enumerate(jobs) if young[number]]
-    shortest = sorted(
-        (number for number in numbers.values() if not young[number]), key=lambda number: (alone[number], number)
-    )
-    asked = np.minimum(limits, [options.most_of_asked * job.asked for job in jobs])
-    counts = fill(
-        count(candidates, len(jobs)), [(new, least), (shortest, asked), (shortest, limits)], least, cluster.gpus
-    )
-
-    def gpu_seconds(number: int, size: int) -> float:
-        if young[number]:
-            return 0.0
-        return rest[number] * size / jobs[number].speed.samples_per_s(size, batch=batch_rule(jobs[number], size))
-
-    found = scores(counts, gpu_seconds)
-    best = np.argsort(found, kind="stable")[: options.population]
-    present = np.full(cluster.gpus, -1)
-    for number, job in enumerate(jobs):
-        present[list(job.gpu_ids)] = number
-    # Scores do not depend on where a job's GPUs are: only those that stay are laid out.
-    return reorder(counts[best], present), found[best]
+        numbers = {name: number for number, name in enumerate(names)}
+        return np.array([*(numbers.get(name, -1) for name in state.names), -1])[state.population]
+    drawn = np.full((options.population, max(cluster.gpus, len(names))), -1)
+    drawn[:, : len(names)] = [rng.permutation(len(names)) for _ in drawn]
+    return drawn[:, : cluster.gpus]
 
 
-def _put_in_place(
-    jobs: Sequence[JobView], schedule: Schedules, rest: Sequence[float], options: OnesOptions
-) -> tuple[dict[str, Allocation], frozenset[str]]:
-    """Allocations of the best schedule, or of as much of it as may be put in place now; who has run and got nothing by it.
+def _ready(jobs: Jobs, chosen: Mapping[str, Ids], options: OnesOptions) -> dict[str, Ids]:
+    """GPUs by job of as much of a schedule as may be put in place now.
 
     A change that needs free GPUs only is made at once. Any other waits until all running jobs that it touches, and those that these wait
     for, have finished an epoch since their GPUs were last changed.
     """
-    wanted = {job.name: tuple(np.flatnonzero(schedule == number).tolist()) for number, job in enumerate(jobs)}
-    chosen = frozenset(name for name, gpus in wanted.items() if gpus)
-    busy = {gpu for job in jobs for gpu in job.gpu_ids}
-    waits = {
-        job.name
-        for job in jobs
-        if job.gpu_ids
-        and (job.epochs - job.epochs_at_change < options.interval or job.pinned)
-        and not (
-            set(job.gpu_ids) <= set(wanted[job.name]) and busy.isdisjoint(set(wanted[job.name]) - set(job.gpu_ids))
-        )
-    }
-    while waits:
+    wanted, busy = dict(chosen), {gpu for job in jobs for gpu in job.gpu_ids}
+    waits = set()
+    for job in jobs:
+        held, new = set(job.gpu_ids), set(wanted[job.name])
+        if held and (job.pinned or job.epochs - job.epochs_at_change < options.interval):
+            waits |= set() if held <= new and busy.isdisjoint(new - held) else {job.name}
+    more = waits
+    while more:
         stay = {gpu for job in jobs if job.name in waits for gpu in job.gpu_ids}
         wanted |= {job.name: job.gpu_ids for job in jobs if job.name in waits}
         more = {job.name for job in jobs if job.name not in waits and not stay.isdisjoint(wanted[job.name])}
-        waits = waits | more if more else set()
-    changes = any(wanted[job.name] != job.gpu_ids for job in jobs)
-    passed_over = frozenset(
-        job.name for job in jobs if changes and job.ran and not job.gpu_ids and job.name not in chosen
-    )
-    found = {}
-    for number, job in enumerate(jobs):
-        if gpu_ids := wanted[job.name]:
-            what = f"about {rest[number]:.0f} samples left" if job.epochs >= YOUNG else "new"
-            found[job.name] = Allocation(
-                gpu_ids, batch_rule(job, len(gpu_ids)), f"{what}, of the schedule with the least GPU time left"
-            )
-    return found, passed_over
+        waits |= more
+    return wanted

@@ -5,22 +5,16 @@ Source: Peng et al., "Optimus" (EuroSys 2018), section 4.1, with known speeds an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.random import Generator
 
-from patrickstar.cluster.job_view import Allocations, Cluster, JobView
+from patrickstar.cluster.job_view import Cluster, Decision, Jobs, JobView
 from patrickstar.cluster.policies.greedy import place, share_out, size_grid
 
 
-def optimus(
-    jobs: Sequence[JobView],
-    cluster: Cluster,
-    now: float,  # noqa: ARG001 - a policy's
-    state: Any,
-    rng: np.random.Generator,  # noqa: ARG001 - a policy's
-) -> tuple[Allocations, Any]:
+def optimus(jobs: Jobs, cluster: Cluster, now: float, state: Any, rng: Generator) -> Decision:
     """Allocations that are best step by step for the sum of the seconds that jobs still take."""
     sizes = size_grid(jobs, cluster)
     order = sorted(jobs, key=lambda job: (-job.priority, job.submit))

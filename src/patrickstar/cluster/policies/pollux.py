@@ -6,22 +6,16 @@ for restarts is left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.random import Generator
 
-from patrickstar.cluster.job_view import Allocations, Cluster, JobView
+from patrickstar.cluster.job_view import Cluster, Decision, Jobs, JobView
 from patrickstar.cluster.policies.greedy import place, share_out, size_grid
 
 
-def pollux(
-    jobs: Sequence[JobView],
-    cluster: Cluster,
-    now: float,  # noqa: ARG001 - a policy's
-    state: Any,
-    rng: np.random.Generator,  # noqa: ARG001 - a policy's
-) -> tuple[Allocations, Any]:
+def pollux(jobs: Jobs, cluster: Cluster, now: float, state: Any, rng: Generator) -> Decision:
     """Allocations that maximise the harmonic mean of goodputs over those of a fair share, without knowing what remains.
 
     A job may get twice the GPUs it has run on at most, as nothing is known of it beyond. Where there are more jobs than GPUs, those with

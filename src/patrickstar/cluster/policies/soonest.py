@@ -10,20 +10,15 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
+from numpy.random import Generator
 
-from patrickstar.cluster.job_view import Allocations, Cluster, JobView, Numbers
+from patrickstar.cluster.job_view import Cluster, Decision, Jobs, JobView, Numbers
 from patrickstar.cluster.policies.greedy import place, share_out, size_grid
 
 EXPONENT: Final = -0.5
 
 
-def soonest(
-    jobs: Sequence[JobView],
-    cluster: Cluster,
-    now: float,  # noqa: ARG001 - a policy's
-    state: Any,
-    rng: np.random.Generator,  # noqa: ARG001 - a policy's
-) -> tuple[Allocations, Any]:
+def soonest(jobs: Jobs, cluster: Cluster, now: float, state: Any, rng: Generator) -> Decision:
     """Allocations that bring forward ends most, step by step; where there are more jobs than GPUs, the shortest run."""
     sizes = size_grid(jobs, cluster)
     left = {job.name: seconds_left(job, sizes, cluster) for job in jobs}

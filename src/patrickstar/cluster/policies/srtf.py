@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
+from numpy.random import Generator
 
-from patrickstar.cluster.job_view import Allocations, Cluster, JobView
+from patrickstar.cluster.job_view import Cluster, Decision, Jobs
 from patrickstar.cluster.policies.rigid import in_order
 
 
-def srtf(
-    jobs: Sequence[JobView],
-    cluster: Cluster,
-    now: float,  # noqa: ARG001 - a policy's
-    state: Any,
-    rng: np.random.Generator,  # noqa: ARG001 - a policy's
-) -> tuple[Allocations, Any]:
+def srtf(jobs: Jobs, cluster: Cluster, now: float, state: Any, rng: Generator) -> Decision:
     """Allocations in order of the seconds of work left on the GPUs asked for; what does not fit is passed over."""
     left = {job.name: job.rest / job.speed.own_rates([job.asked]).item() for job in jobs}
     order = sorted(jobs, key=lambda job: (-job.priority, left[job.name], job.submit))
