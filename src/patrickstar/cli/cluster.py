@@ -45,7 +45,7 @@ def cluster() -> None:
 @flags.debug_option
 def simulate(workload: Path, name: str, **given: Any) -> None:
     """Say what a workload would have been like under a policy, or under all of them."""
-    from patrickstar.cluster.figures import figures
+    from patrickstar.cluster.figures import figures, table
     from patrickstar.cluster.job_view import Cluster
     from patrickstar.cluster.policies.catalogue import POLICIES, find_policy
     from patrickstar.cluster.simulation import simulate as run
@@ -69,7 +69,8 @@ def simulate(workload: Path, name: str, **given: Any) -> None:
     if given["as_json"]:
         click.echo(json.dumps(told if name == "all" else told[0], allow_nan=False))
     else:
-        click.echo("\n".join(_table(told)))
+        click.echo(f"{len(jobs)} jobs on {of.gpus} GPUs, simulated (JCT: from submission to end)")
+        click.echo("\n".join(_columns([*table(told)])))
 
 
 @cluster.command()
@@ -78,9 +79,8 @@ def policies() -> None:
     """List the policies, where each comes from, and what it knows."""
     from patrickstar.cluster.policies.catalogue import POLICIES
 
-    rows = [("name", "source", "resizes", "knows")]
-    rows += [(name, one.source, "yes" if one.resizes else "no", one.knows) for name, one in POLICIES.items()]
-    click.echo("\n".join(_columns(rows)))
+    rows = [(name, one.source, "yes" if one.resizes else "no", one.knows) for name, one in POLICIES.items()]
+    click.echo("\n".join(_columns([("name", "source", "resizes", "knows"), *rows])))
 
 
 def _write_report(path: Path, found: Mapping[str, Outcome], told: Sequence[dict[str, Any]]) -> None:
@@ -93,40 +93,6 @@ def _write_report(path: Path, found: Mapping[str, Outcome], told: Sequence[dict[
     except ModuleNotFoundError as error:
         raise ConfigError(f"--report needs {error.name} for its picture: pip install 'patrickstar[cluster]'") from None
     path.write_text(page(found, told), encoding="utf-8")
-
-
-def _table(told: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Figures of each policy as columns, and what they are."""
-    rows = [
-        (
-            "policy",
-            "mean JCT, s",
-            "p50",
-            "p99",
-            "makespan, h",
-            "utilised",
-            "GPU time lost",
-            "worst FTF",
-            "resizes a job",
-        )
-    ]
-    for one in told:
-        held = one["utilisation"] * one["gpus"] * one["makespan"]
-        times = (f"{one[key]:.0f}" for key in ("mean_jct", "p50_jct", "p99_jct"))
-        shares = f"{one['utilisation']:.1%}", f"{one['gpu_seconds_lost'] / held:.1%}"
-        resizes = sum(job["resizes"] for job in one["jobs"]) / len(one["jobs"])
-        rows.append(
-            (
-                one["policy"],
-                *times,
-                f"{one['makespan'] / 3600:.2f}",
-                *shares,
-                f"{one['worst_ftf']:.2f}",
-                f"{resizes:.1f}",
-            )
-        )
-    yield f"{len(told[0]['jobs'])} jobs on {told[0]['gpus']} GPUs, simulated (JCT: from submission to end)"
-    yield from _columns(rows)
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,27 @@ def figures(outcome: Outcome, *, policy: str, seed: int) -> dict[str, Any]:
         "worst_ftf": max(fair),
         "decision_seconds": {"mean": float(seconds.mean()), "p99": float(np.percentile(seconds, 99))},
     }
+
+
+def table(told: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Heads and a row for each policy, as texts, from the figures of each."""
+    yield (
+        "policy",
+        "mean JCT, s",
+        "p50",
+        "p99",
+        "makespan, h",
+        "utilised",
+        "GPU time lost",
+        "worst FTF",
+        "resizes per job",
+    )
+    for one in told:
+        times = (f"{one[key]:.0f}" for key in ("mean_jct", "p50_jct", "p99_jct"))
+        lost = one["gpu_seconds_lost"] / (one["utilisation"] * one["gpus"] * one["makespan"])
+        shares = f"{one['utilisation']:.1%}", f"{lost:.1%}", f"{one['worst_ftf']:.2f}"
+        resizes = sum(job["resizes"] for job in one["jobs"]) / len(one["jobs"])
+        yield one["policy"], *times, f"{one['makespan'] / 3600:.2f}", *shares, f"{resizes:.1f}"
 
 
 def timeline(outcome: Outcome) -> tuple[Numbers, Numbers, Numbers]:

@@ -1,10 +1,27 @@
-"""Ids of GPUs for jobs of given sizes: few nodes a job, and nobody moves without need."""
+"""GPUs for jobs of given sizes: few nodes a job, and nobody moves without need."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from patrickstar.cluster.job_view import Cluster, JobView
+from patrickstar.cluster.job_view import Allocation, Cluster, JobView
+
+
+def place(
+    jobs: Sequence[JobView],
+    sizes: Mapping[str, int],
+    cluster: Cluster,
+    *,
+    why: Callable[[JobView, int], str],
+    own_batch: bool = False,
+) -> dict[str, Allocation]:
+    """Allocations of these sizes, each with the batch that is best where it is, or its own; `why` is asked for the sentence."""
+    ids, found = assign(jobs, sizes, cluster), {}
+    for job in jobs:
+        if mine := ids.get(job.name):
+            batch = 1.0 if own_batch else job.speed.best_batch(len(mine), nodes=cluster.nodes(mine))
+            found[job.name] = Allocation(mine, batch, why(job, len(mine)))
+    return found
 
 
 def assign(jobs: Sequence[JobView], sizes: Mapping[str, int], cluster: Cluster) -> dict[str, tuple[int, ...]]:

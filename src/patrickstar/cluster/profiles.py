@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import bisect
 import csv
-import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -32,8 +31,7 @@ class Profiles:
 
     def __init__(self, directory: Path, *, gpus: int, gpus_per_node: int) -> None:
         self._directory = directory / "traces" if (directory / "traces").is_dir() else directory
-        self._gpus = gpus
-        self._gpus_per_node = gpus_per_node
+        self._gpus, self._per_node = gpus, gpus_per_node
         self._applications: dict[str, Application] = {}
         self._courses: dict[tuple[str, int], PolluxCourse] = {}
 
@@ -42,13 +40,14 @@ class Profiles:
         known = sorted(path.parent.name for path in self._directory.glob("*/placements.csv"))
         if name not in known:
             raise ConfigError(f"no tables for {name!r} in {self._directory}: {', '.join(known)}{nearest(name, known)}")
-        if name not in self._applications:
-            self._applications[name] = Application(self._directory / name, gpus_per_node=self._gpus_per_node)
-        application = self._applications[name]
+        application = self._applications.get(name) or Application(self._directory / name, gpus_per_node=self._per_node)
+        self._applications[name] = application
         low, high = application.batch_sizes[0], application.batch_sizes[-1]
         if not low <= own_batch <= high:
             raise ConfigError(f"a batch of {own_batch} is outside the tables of {name}: {low:g} to {high:g}")
-        return self._courses.setdefault((name, own_batch), PolluxCourse(application, own_batch, gpus=self._gpus))
+        if (name, own_batch) not in self._courses:
+            self._courses[name, own_batch] = PolluxCourse(application, own_batch, gpus=self._gpus)
+        return self._courses[name, own_batch]
 
 
 class Application:
@@ -69,19 +68,18 @@ class Application:
             raise ConfigError(f"no validation-*.csv in {directory}")
         self.batch_sizes = np.array(sorted(sizes), dtype=np.float64)
         tables = [_columns(sizes[size], ("progress", "grad_sqr", "grad_var")) for size in sorted(sizes)]
-        epochs = min(len(table["progress"]) for table in tables)
-        self.progress, self._sqr, self._var = (
-            np.array([table[name][:epochs] for table in tables]) for name in ("progress", "grad_sqr", "grad_var")
+        epochs = min(len(table[0]) for table in tables)
+        progress, self._sqr, self._var = np.array([[column[:epochs] for column in table] for table in tables]).swapaxes(
+            0, 1
         )
-        self.progress = self.progress.min(axis=0)
+        self.progress = progress.min(axis=0)
         self._times(directory)
-        self._curves: dict[tuple[int, int], tuple[Numbers, Numbers]] = {}
         self._speeds: dict[tuple[int, int, float], tuple[list[float], float]] = {}
         self._best: dict[tuple[int, int], tuple[Numbers, Numbers]] = {}
 
     def step_seconds(self, gpus: int, nodes: int, batch: Numbers) -> Numbers:
         """Seconds of a step of each of these global batches; infinite where a GPU would have too little. [batches]"""
-        step, sync = self._curve(nodes, gpus)
+        step, sync = between({known: between(row, gpus) for known, row in self._known.items()}, nodes)
         local = np.ceil(batch / gpus - 1e-8)
         accumulated = np.ceil(local / self.local[1] - 1e-8) - 1
         if gpus == 1:
@@ -114,52 +112,38 @@ class Application:
         """Work a second with the best batch, and that batch, by epoch. [epochs] each"""
         if (gpus, nodes) not in self._best:
             low = max(self.batch_sizes[0], self.local[0] * gpus)
-            if low > self.batch_sizes[-1]:
-                self._best[gpus, nodes] = (np.zeros(len(self.progress)), np.full(len(self.progress), low))
-            else:
-                batch = np.geomspace(low, self.batch_sizes[-1], N_BATCHES)
-                rates = self.gains(batch) / self.step_seconds(gpus, nodes, batch) * self.batch_sizes[0]
-                at = rates.argmax(axis=1)
-                self._best[gpus, nodes] = (rates.max(axis=1), batch[at])
+            batch = np.geomspace(min(low, self.batch_sizes[-1]), self.batch_sizes[-1], N_BATCHES)
+            # More GPUs than the largest batch has samples for: no step at all, and no work.
+            rates = self.gains(batch) / self.step_seconds(gpus, nodes, batch) * self.batch_sizes[0]
+            self._best[gpus, nodes] = (rates.max(axis=1), batch[rates.argmax(axis=1)])
         return self._best[gpus, nodes]
 
     def _times(self, directory: Path) -> None:
         rows: dict[tuple[int, int], dict[float, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
         wanted = ("local_bsz", "step_time", "sync_time")
-        placed = _columns(directory / "placements.csv", ("placement", *wanted))
-        scaled = _columns(directory / "scalability.csv", ("num_nodes", "num_replicas", *wanted))
-        per_node = [[int(digit) for digit in str(int(placement))] for placement in placed["placement"]]
-        pairs = [(len(digits), sum(digits)) for digits in per_node]
-        pairs += [(int(n), int(r)) for n, r in zip(scaled["num_nodes"], scaled["num_replicas"], strict=True)]
-        columns = [np.concatenate([placed[name], scaled[name]]) for name in wanted]
-        for pair, local, step, sync in zip(pairs, *columns, strict=True):
-            rows[pair][local].append((step, sync))
-        largest = LARGEST_LOCAL_BATCH.get(self.name, placed["local_bsz"].max())
-        self._grid = np.unique(placed["local_bsz"])
-        self.local = (float(self._grid[0]), float(largest))
+        placement, *placed = _columns(directory / "placements.csv", ("placement", *wanted))
+        nodes, replicas, *scaled = _columns(directory / "scalability.csv", ("num_nodes", "num_replicas", *wanted))
+        digits = [[int(digit) for digit in str(int(one))] for one in placement]  # GPUs on each node
+        nodes = np.concatenate([[len(one) for one in digits], nodes]).astype(int)
+        replicas = np.concatenate([[sum(one) for one in digits], replicas]).astype(int)
+        columns = [np.concatenate(both) for both in zip(placed, scaled, strict=True)]
+        for node, replica, local, step, sync in zip(nodes.tolist(), replicas.tolist(), *columns, strict=True):
+            rows[node, replica][local].append((step, sync))
+        self._grid = np.unique(placed[0])
+        self.local = (float(self._grid[0]), float(LARGEST_LOCAL_BATCH.get(self.name, self._grid[-1])))
         self._known: dict[int, dict[int, Numbers]] = defaultdict(dict)
-        for (nodes, replicas), by_local in sorted(rows.items()):
+        for (node, replica), by_local in sorted(rows.items()):
             locals_ = sorted(by_local)
-            means = np.array([np.mean(by_local[local], axis=0) for local in locals_])
-            self._known[nodes][replicas] = np.stack([np.interp(self._grid, locals_, means[:, at]) for at in (0, 1)])
+            means = np.array([np.mean(by_local[local], axis=0) for local in locals_]).T
+            self._known[node][replica] = np.stack([np.interp(self._grid, locals_, mean) for mean in means])
 
-    def _curve(self, nodes: int, gpus: int) -> tuple[Numbers, Numbers]:
-        """Step and exchange times over the grid of local batches, interpolated over GPUs and then over nodes."""
-        if (nodes, gpus) not in self._curves:
-            known = sorted(self._known)
-            low = max((one for one in known if one <= nodes), default=known[0])
-            high = min((one for one in known if one >= nodes), default=known[-1])
-            share = 0.0 if low == high else (nodes - low) / (high - low)
-            found = (1 - share) * self._on_nodes(low, gpus) + share * self._on_nodes(high, gpus)
-            self._curves[nodes, gpus] = (found[0], found[1])
-        return self._curves[nodes, gpus]
 
-    def _on_nodes(self, nodes: int, gpus: int) -> Numbers:
-        row = self._known[nodes]
-        sizes = sorted(row)
-        at = float(np.interp(gpus, sizes, np.arange(len(sizes))))
-        low = math.floor(at)
-        return (1 - at + low) * row[sizes[low]] + (at - low) * row[sizes[min(low + 1, len(sizes) - 1)]]
+def between(rows: Mapping[int, Numbers], at: int) -> Numbers:
+    """The row at a number, on the straight line between its neighbours; the first or the last beyond."""
+    low = max((one for one in rows if one <= at), default=min(rows))
+    high = min((one for one in rows if one >= at), default=max(rows))
+    share = 0.0 if low == high else (at - low) / (high - low)
+    return (1 - share) * rows[low] + share * rows[high]
 
 
 class PolluxCourse:
@@ -170,16 +154,13 @@ class PolluxCourse:
         fixed = application.fixed
         self.max_gpus = 1 if fixed else min(gpus, int(application.batch_sizes[-1] // application.local[0]))
         self._ends: list[float] = (application.progress * application.batch_sizes[0]).tolist()
-        sizes = np.arange(1, gpus + 1)
-        nodes = -(-sizes // application.gpus_per_node)
+        pairs = [(size, -(-size // application.gpus_per_node)) for size in range(1, gpus + 1)]
         batch = np.array([float(own_batch)])
         gains = application.gains(batch)[:, 0] * application.batch_sizes[0]
-        pairs = list(zip(sizes.tolist(), nodes.tolist(), strict=True))
         own = np.array([gains / application.step_seconds(*pair, batch) for pair in pairs]).T  # [epochs, GPUs]
         best = own if fixed else np.array([application.best(*pair)[0] for pair in pairs]).T
-        self._speeds = [
-            PolluxSpeed(application, own_batch, *each) for each in zip(range(len(own)), best, own, strict=True)
-        ]
+        rates = enumerate(zip(best, own, strict=True))
+        self._speeds = [PolluxSpeed(application, own_batch, epoch, *both) for epoch, both in rates]
 
     @property
     def work(self) -> float:
@@ -237,11 +218,11 @@ class PolluxSpeed:
         return nodes or -(-gpus // self.application.gpus_per_node)
 
 
-def _columns(path: Path, names: Sequence[str]) -> dict[str, Numbers]:
+def _columns(path: Path, names: Sequence[str]) -> list[Numbers]:
     """Columns of a table of numbers."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
-        return {name: np.array([float(row[name]) for row in rows]) for name in names}
+        return [np.array([float(row[name]) for row in rows]) for name in names]
     except (OSError, KeyError, ValueError) as error:
         raise ConfigError(f"{path}: not a table of the Pollux artifact: {type(error).__name__}: {error}") from None

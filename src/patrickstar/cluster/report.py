@@ -9,13 +9,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from patrickstar.cluster.figures import timeline
+from patrickstar.cluster.figures import table, timeline
 from patrickstar.cluster.simulation import Outcome
 
 WIDTH: Final = 1100
 STYLE: Final = """body{font:14px system-ui,sans-serif;max-width:1140px;margin:2em auto;padding:0 1em;background:#fff;color:#222}
-table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}td:first-child,th:first-child{text-align:left}
-svg{display:block;margin:.4em 0;background:#fafafa}svg text{font-size:11px;fill:#555}.l{fill:none;stroke-width:1.5}rect:hover{stroke:#000}"""
+table{border-collapse:collapse}td{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}td:first-child{text-align:left}
+tr:first-child{font-weight:bold}svg{display:block;margin:.4em 0;background:#fafafa}svg text{font-size:11px;fill:#555}.l{fill:none;stroke-width:1.5}rect:hover{stroke:#000}"""
 COLOURS: Final = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2")
 
 
@@ -26,44 +26,16 @@ def page(outcomes: Mapping[str, Outcome], told: Sequence[Mapping[str, Any]]) -> 
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Simulated scheduling</title>',
         f"<style>{STYLE}</style></head><body><h1>{len(some.jobs)} jobs on {some.cluster.gpus} GPUs</h1>",
         f"<p>Simulated, seed {told[0]['seed']}: {some.cluster.start_s:g} s a start, {some.cluster.resize_s:g} s a resize.</p>",
-        *_table(told),
-        "<h2>Times of jobs, from submission to end</h2>",
+        "<table>",
+        *(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table(told)),
+        "</table><h2>Times of jobs, from submission to end</h2>",
         *_distribution(told),
     ]
     for name, outcome in outcomes.items():
         parts += [f"<details {'open' if len(outcomes) == 1 else ''}><summary><b>{escape(name)}</b></summary>"]
-        parts += [
-            "<h3>Jobs over GPUs</h3>",
-            *_gantt(outcome),
-            "<h3>GPUs held, and jobs that wait</h3>",
-            *_queue(outcome),
-            "</details>",
-        ]
+        parts += ["<h3>Jobs over GPUs</h3>", *_gantt(outcome), "<h3>GPUs held, and jobs that wait</h3>"]
+        parts += [*_queue(outcome), "</details>"]
     return "\n".join([*parts, "</body></html>", ""])
-
-
-def _table(told: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    heads = (
-        "policy",
-        "mean JCT, s",
-        "p50",
-        "p99",
-        "makespan, h",
-        "GPUs held",
-        "GPU-hours lost",
-        "worst finish-time fairness",
-    )
-    yield "<table><tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>"
-    for one in told:
-        cells = [escape(one["policy"]), *(f"{one[key]:.0f}" for key in ("mean_jct", "p50_jct", "p99_jct"))]
-        cells += [
-            f"{one['makespan'] / 3600:.2f}",
-            f"{one['utilisation']:.1%}",
-            f"{one['gpu_seconds_lost'] / 3600:.1f}",
-            f"{one['worst_ftf']:.2f}",
-        ]
-        yield "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
-    yield "</table>"
 
 
 def _distribution(told: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from patrickstar.cluster.gpu_ids import assign
-from patrickstar.cluster.job_view import Allocation, Cluster, JobView, Numbers
+from patrickstar.cluster.job_view import Cluster, JobView, Numbers
 
 
 def size_grid(jobs: Sequence[JobView], cluster: Cluster) -> list[int]:
@@ -67,21 +66,3 @@ def _bounds(job: JobView, value: Numbers, grid: Numbers) -> tuple[int, int]:
     """Places in the grid of the least size that a job can have, and after the largest."""
     able = np.flatnonzero((grid >= job.min_gpus) & (grid <= job.max_gpus) & (value > -np.inf))
     return (int(able[0]), int(able[-1]) + 1) if len(able) else (0, 0)
-
-
-def place(
-    jobs: Sequence[JobView],
-    sizes: dict[str, int],
-    cluster: Cluster,
-    *,
-    why: Callable[[JobView, int], str],
-    own_batch: bool = False,
-) -> dict[str, Allocation]:
-    """Allocations of these sizes, each with its best batch where it is, or its own."""
-    found = {}
-    ids = assign(jobs, sizes, cluster)
-    for job in jobs:
-        if mine := ids.get(job.name):
-            batch = 1.0 if own_batch else job.speed.best_batch(len(mine), nodes=cluster.nodes(mine))
-            found[job.name] = Allocation(mine, batch, why(job, len(mine)))
-    return found

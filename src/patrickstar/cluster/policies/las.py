@@ -26,7 +26,7 @@ def las(jobs: Jobs, cluster: Cluster, now: float, state: Any, rng: Generator) ->
     rank = {name: place for place, name in enumerate(late, start=1)}
     order = sorted(jobs, key=lambda job: (-job.priority, rank.get(job.name, 0), job.submit))
 
-    def why(job: JobView, _: int) -> str:
+    def why(job: JobView) -> str:
         queue = "second queue" if job.name in rank else "first queue"
         return f"{job.attained / 3600:.1f} GPU-hours attained, {queue}"
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
+from patrickstar.cluster.gpu_ids import place
 from patrickstar.cluster.job_view import Cluster, Decision, Jobs, JobView
-from patrickstar.cluster.policies.greedy import place, share_out, size_grid
+from patrickstar.cluster.policies.greedy import share_out, size_grid
 
 
 def optimus(jobs: Jobs, cluster: Cluster, now: float, state: Any, rng: Generator) -> Decision:

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from patrickstar.cluster.gpu_ids import assign
-from patrickstar.cluster.job_view import Allocation, Cluster, JobView
+from patrickstar.cluster.gpu_ids import place
+from patrickstar.cluster.job_view import Allocation, Cluster, Jobs, JobView
 
 
 def in_order(
-    jobs: Sequence[JobView], cluster: Cluster, *, why: Callable[[JobView, int], str], waits: bool = False
+    jobs: Jobs, cluster: Cluster, *, why: Callable[[JobView], str], waits: bool = False
 ) -> dict[str, Allocation]:
-    """Allocations of the jobs that fit, taken in the order given; `why` is asked for the sentence of a job and its place in it.
-
-    Args:
-        waits: whether those behind the first job that does not fit wait with it.
-    """
-    sizes: dict[str, int] = {}
-    free = cluster.gpus - sum(len(job.gpu_ids) for job in jobs if job.pinned)
-    places = {}
-    for place, job in enumerate(jobs, start=1):
-        held = len(job.gpu_ids) if job.pinned else 0
-        if job.asked <= free + held:
-            sizes[job.name] = held or job.asked
-            free -= sizes[job.name] - held
-            places[job.name] = place
-        elif waits:
-            # Pinned ones behind it hold theirs all the same.
-            sizes |= {other.name: len(other.gpu_ids) for other in jobs[place:] if other.pinned and other.gpu_ids}
+    """Allocations of the jobs that fit, taken in the order given, or with `waits` of those before the first that does not."""
+    sizes = {job.name: len(job.gpu_ids) for job in jobs if job.pinned and job.gpu_ids}
+    free = cluster.gpus - sum(sizes.values())
+    for job in jobs:
+        if job.name not in sizes and job.asked <= free:
+            sizes[job.name] = job.asked
+            free -= job.asked
+        elif job.name not in sizes and waits:
             break
-    ids = assign(jobs, sizes, cluster)
-    return {
-        job.name: Allocation(ids[job.name], 1.0, why(job, places.get(job.name, 0))) for job in jobs if job.name in ids
-    }
+    return place(jobs, sizes, cluster, why=lambda job, _: why(job), own_batch=True)

@@ -12,8 +12,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.random import Generator
 
+from patrickstar.cluster.gpu_ids import place
 from patrickstar.cluster.job_view import Cluster, Decision, Jobs, JobView, Numbers
-from patrickstar.cluster.policies.greedy import place, share_out, size_grid
+from patrickstar.cluster.policies.greedy import share_out, size_grid
 
 EXPONENT: Final = -0.5
 

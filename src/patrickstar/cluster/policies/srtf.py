@@ -14,4 +14,4 @@ def srtf(jobs: Jobs, cluster: Cluster, now: float, state: Any, rng: Generator) -
     """Allocations in order of the seconds of work left on the GPUs asked for; what does not fit is passed over."""
     left = {job.name: job.rest / job.speed.own_rates([job.asked]).item() for job in jobs}
     order = sorted(jobs, key=lambda job: (-job.priority, left[job.name], job.submit))
-    return in_order(order, cluster, why=lambda job, _: f"{left[job.name]:.0f} s left, shorter ones first"), state
+    return in_order(order, cluster, why=lambda job: f"{left[job.name]:.0f} s left, shorter ones first"), state
