@@ -24,7 +24,7 @@ MEANS = {
 def told(workload, policy, resize_s, error=0.0):
     jobs = read_workload(FITTED / f"{workload}-fitted.csv", gpus=64, gpus_per_node=4)
     found = simulate(
-        jobs, POLICIES[policy].decide, cluster=Cluster(gpus=64, resize_s=resize_s), tick_s=240.0, rest_error=error
+        jobs, POLICIES[policy].decide, cluster=Cluster(gpus=64, resize_s=resize_s), tick_s=300.0, rest_error=error
     )
     return figures(found, policy=policy, seed=0)
 

@@ -15,7 +15,8 @@ from patrickstar.cluster.simulation import Outcome
 WIDTH: Final = 1100
 STYLE: Final = """body{font:14px system-ui,sans-serif;max-width:1140px;margin:2em auto;padding:0 1em;background:#fff;color:#222}
 table{border-collapse:collapse}td{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}td:first-child{text-align:left}
-tr:first-child{font-weight:bold}svg{display:block;margin:.4em 0;background:#fafafa}svg text{font-size:11px;fill:#555}.l{fill:none;stroke-width:1.5}rect:hover{stroke:#000}"""
+tr:first-child{font-weight:bold}svg{display:block;margin:.4em 0;background:#fafafa}svg text{font-size:11px;fill:#555}
+.l{fill:none;stroke-width:1.5}rect:hover{stroke:#000}"""
 COLOURS: Final = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2")
 
 

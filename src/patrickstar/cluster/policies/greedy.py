@@ -10,12 +10,12 @@ import numpy as np
 from patrickstar.cluster.job_view import Cluster, JobView, Numbers
 
 
-def size_grid(jobs: Sequence[JobView], cluster: Cluster) -> list[int]:
+def size_grid(jobs: Sequence[JobView], cluster: Cluster) -> tuple[int, ...]:
     """Sizes worth a look, ascending: all up to 64, above that about a tenth apart, and those that jobs have, need or may have."""
     grid = {round(64 * 1.1**step) for step in range(80)} | set(range(1, 65)) | {cluster.gpus}
     grid |= {size for job in jobs for size in (job.min_gpus, job.asked, len(job.gpu_ids))}
     grid |= {min(job.max_gpus, cluster.gpus) for job in jobs}
-    return sorted(size for size in grid if 1 <= size <= cluster.gpus)
+    return tuple(sorted(size for size in grid if 1 <= size <= cluster.gpus))
 
 
 def share_out(jobs: Sequence[JobView], values: Sequence[Numbers], sizes: Sequence[int], gpus: int) -> dict[str, int]:
