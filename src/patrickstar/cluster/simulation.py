@@ -60,16 +60,16 @@ class SimulatedJob:
     sampled: float = 0.0
     """Work and samples a second, until `next_at`."""
     next_at: float = math.inf
-    """When it ends or its speed changes."""
+    mark: float = 0.0
+    """When it ends or its speed changes, and the work that it has then done."""
 
     def advance(self, now: float) -> None:
         """Does what its GPUs have done by now."""
         if self.allocation is not None:
             held, worked = now - self.at, max(0.0, now - max(self.at, self.held_until))
-            gpus, course = len(self.allocation.gpu_ids), self.submission.course
-            # At its mark by definition, whatever the seconds until then have been rounded to.
-            done = course.change_after(self.done) if now == self.next_at else self.done + worked * self.useful
-            self.done = min(done, course.work)
+            gpus = len(self.allocation.gpu_ids)
+            # At its mark by definition, whatever the seconds until then have been rounded to; and never beyond.
+            self.done = self.mark if now == self.next_at else min(self.done + worked * self.useful, self.mark)
             self.samples += worked * self.sampled
             self.attained += held * gpus
             self.ran += held
@@ -83,11 +83,11 @@ class SimulatedJob:
             return
         gpus, batch = self.allocation.gpu_ids, self.allocation.batch
         course, nodes = self.submission.course, cluster.nodes(gpus)
-        speed = course.at(self.done)
+        speed, self.mark = course.at(self.done), course.change_after(self.done)
         self.useful = speed.useful_per_s(len(gpus), batch=batch, nodes=nodes)
         self.sampled = speed.samples_per_s(len(gpus), batch=batch, nodes=nodes)
         if self.useful > 0:
-            self.next_at = max(self.at, self.held_until) + (course.change_after(self.done) - self.done) / self.useful
+            self.next_at = max(self.at, self.held_until) + (self.mark - self.done) / self.useful
 
     def view(self) -> JobView:
         of, course = self.submission, self.submission.course
