@@ -112,6 +112,13 @@ def test_wrong_arguments_end_with_2(capsys, trace, arguments, says):
     assert says in err
 
 
+def test_a_report_without_matplotlib_is_refused_before_anything_is_simulated(capsys, trace, tmp_path, monkeypatch):
+    monkeypatch.setattr("patrickstar.cli.cluster.find_spec", lambda name: None)
+    status, _, err = simulate(capsys, trace, "--report", tmp_path / "r.html")
+    assert (status, "pip install 'patrickstar[cluster]'" in err) == (2, True)
+    assert not (tmp_path / "r.html").exists()
+
+
 OWN = """
 from patrickstar.cluster import Allocation
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from patrickstar.cli import flags
 from patrickstar.errors import ConfigError
-
-if TYPE_CHECKING:
-    from patrickstar.cluster.simulation import Outcome
 
 
 @click.group()
@@ -55,6 +53,8 @@ def simulate(workload: Path, name: str, **given: Any) -> None:
     policies = [find_policy(one) for one in names]
     if len(names) > 1 and given["events"]:
         raise ConfigError("--events is of one policy: give its name, not `--policy all`")
+    if given["report"] and find_spec("matplotlib") is None:
+        raise ConfigError("--report needs matplotlib for its picture: pip install 'patrickstar[cluster]'")
     sizes = {"gpus": given["gpus"], "gpus_per_node": given["gpus_per_node"]}
     jobs = read_workload(workload, **sizes, profiles=given["profiles"])
     of = Cluster(**sizes, start_s=given["start_seconds"], resize_s=given["resize_seconds"])
@@ -63,7 +63,11 @@ def simulate(workload: Path, name: str, **given: Any) -> None:
         found[one] = run(jobs, policy, cluster=of, tick_s=given["tick"], seed=given["seed"])
         told.append(figures(found[one], policy=one, seed=given["seed"]))
     if given["report"]:
-        _write_report(given["report"], found, told)
+        from patrickstar.cli.report_picture import write_picture
+        from patrickstar.cluster.report import page
+
+        given["report"].write_text(page(found, told), encoding="utf-8")
+        write_picture(given["report"].with_suffix(".png"), found, told)
     if given["events"]:
         given["events"].write_text("".join(json.dumps(event) + "\n" for event in found[name].events))
     if given["as_json"]:
@@ -81,18 +85,6 @@ def policies() -> None:
 
     rows = [(name, one.source, "yes" if one.resizes else "no", one.knows) for name, one in POLICIES.items()]
     click.echo("\n".join(_columns([("name", "source", "resizes", "knows"), *rows])))
-
-
-def _write_report(path: Path, found: Mapping[str, Outcome], told: Sequence[dict[str, Any]]) -> None:
-    from patrickstar.cluster.report import page
-
-    try:
-        from patrickstar.cli.report_picture import write_picture
-
-        write_picture(path.with_suffix(".png"), found, told)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"--report needs {error.name} for its picture: pip install 'patrickstar[cluster]'") from None
-    path.write_text(page(found, told), encoding="utf-8")
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

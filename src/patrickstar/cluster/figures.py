@@ -25,16 +25,12 @@ def figures(outcome: Outcome, *, policy: str, seed: int) -> dict[str, Any]:
     jobs, cluster = outcome.jobs, outcome.cluster
     spent = np.array([job.finish - job.submission.submit for job in jobs])
     first, last = min(job.submission.submit for job in jobs), max(job.finish for job in jobs)
-    shares = [cluster.gpus / there for there in contention(jobs)]
-    fair = [
-        jct / seconds_with(job.submission.course, job.submission.max_gpus, share=share)
-        for jct, job, share in zip(spent.tolist(), jobs, shares, strict=True)
-    ]
-    rows = []
-    for job, jct in zip(jobs, spent.tolist(), strict=True):
+    rows, fair = [], []
+    for job, jct, there in zip(jobs, spent.tolist(), contention(jobs), strict=True):
         of = job.submission
         times = {"submit": of.submit, "start": job.start, "finish": job.finish, "jct": jct}
         rows.append({"job": of.name, **times, "ideal": seconds_with(of.course, of.max_gpus), "resizes": job.resizes})
+        fair.append(jct / seconds_with(of.course, of.max_gpus, share=cluster.gpus / there))
     seconds = np.array(outcome.decision_seconds)
     return {
         "policy": policy,
@@ -54,23 +50,14 @@ def figures(outcome: Outcome, *, policy: str, seed: int) -> dict[str, Any]:
 
 def table(told: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     """Heads and a row for each policy, as texts, from the figures of each."""
-    yield (
-        "policy",
-        "mean JCT, s",
-        "p50",
-        "p99",
-        "makespan, h",
-        "utilised",
-        "GPU time lost",
-        "worst FTF",
-        "resizes per job",
-    )
+    times = "mean JCT, s", "p50", "p99", "makespan, h"
+    yield "policy", *times, "utilised", "GPU time lost", "worst FTF", "resizes per job"
     for one in told:
-        times = (f"{one[key]:.0f}" for key in ("mean_jct", "p50_jct", "p99_jct"))
+        means = (f"{one[key]:.0f}" for key in ("mean_jct", "p50_jct", "p99_jct"))
         lost = one["gpu_seconds_lost"] / (one["utilisation"] * one["gpus"] * one["makespan"])
         shares = f"{one['utilisation']:.1%}", f"{lost:.1%}", f"{one['worst_ftf']:.2f}"
         resizes = sum(job["resizes"] for job in one["jobs"]) / len(one["jobs"])
-        yield one["policy"], *times, f"{one['makespan'] / 3600:.2f}", *shares, f"{resizes:.1f}"
+        yield one["policy"], *means, f"{one['makespan'] / 3600:.2f}", *shares, f"{resizes:.1f}"
 
 
 def timeline(outcome: Outcome) -> tuple[Numbers, Numbers, Numbers]:
