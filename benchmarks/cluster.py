@@ -66,7 +66,12 @@ def main() -> int:
         "gpus": GPUS,
         "tick_s": TICK_S,
         "seeds": list(SEEDS),
-        "command": " ".join(["python", "benchmarks/cluster.py", *sys.argv[1:]]),
+        "command": " ".join(
+            [
+                "python benchmarks/cluster.py",
+                *("DIR" if word == str(arguments.profiles) else word for word in sys.argv[1:]),
+            ]
+        ),
         "machine": {**describe_machine(), "numpy": np.__version__},
     }
     for name, part in PARTS.items():

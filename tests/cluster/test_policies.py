@@ -52,11 +52,11 @@ def test_optimus_gives_gpus_where_they_save_most_seconds_and_soonest_to_short_jo
 
 
 def test_pollux_doubles_at_most_and_does_not_ask_what_remains():
-    jobs = view("a", 1, 1000.0, largest=2), view("b", 1, 1000.0, largest=4)
-    assert decide("pollux", *jobs) == {"a": 4, "b": 4}
+    jobs = view("a", 1, 1000.0, largest=1), view("b", 1, 1000.0, largest=4)
+    assert decide("pollux", *jobs) == {"a": 2, "b": 6}
     assert decide("pollux", view("a", 1, largest=0)) == {"a": 1}
     for rest in (1.0, 1e9):
-        assert decide("pollux", dataclasses.replace(jobs[0], rest=rest), jobs[1]) == {"a": 4, "b": 4}
+        assert decide("pollux", dataclasses.replace(jobs[0], rest=rest), jobs[1]) == {"a": 2, "b": 6}
 
 
 def test_soonest_leaves_a_job_as_it_is_where_a_change_does_not_pay():
@@ -127,6 +127,7 @@ def test_ids_are_for_one_job_each_and_only_changed_jobs_move(sizes, random):
 
 def test_a_job_gets_the_fullest_node_that_holds_it():
     running = view("a", gpu_ids=(0, 1)), view("b", gpu_ids=(4,))
+    assert assign([*running, view("c")], {"a": 2, "b": 1, "c": 1}, EIGHT)["c"] == (2,)
     sizes = {"a": 2, "b": 1, "c": 2, "d": 3}
     found = assign([*running, view("c"), view("d")], sizes, EIGHT)
     assert (found["c"], found["d"]) == ((2, 3), (5, 6, 7))
