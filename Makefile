@@ -16,11 +16,11 @@ CUDATEST = $(BIN)/python -m tests.accelerator $(OPTIONS)
 # Triton's kernels, by its interpreter and its compiler, with a Triton of their own: processes of their own.
 TRITONTEST = $(BIN)/python -m tests.triton $(OPTIONS)
 
-.PHONY: train test test-fast test-full coverage limits plans check format mutants torture bench bench-step bench-compare test-gpu bench-gpu clean
+.PHONY: train test test-fast test-full coverage limits plans check format mutants torture bench bench-step bench-compare bench-cluster test-gpu bench-gpu clean
 
 $(STAMP): pyproject.toml requirements/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt torch==2.13.0 --editable '.[train,dev,loops]'
+	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt torch==2.13.0 --editable '.[train,dev,loops,cluster]'
 	touch $(STAMP)
 
 # TRL brings pandas, pyarrow and more, diffusers Pillow: only the full suite has their loops, and that of timm, which asks for a torchvision of torch's own build.
@@ -96,6 +96,13 @@ bench-compare: $(STAMP)
 	-$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt setuptools wheel
 	-DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --no-build-isolation --constraint requirements/constraints.txt --editable '.[compare]'
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python benchmarks/compare.py
+
+# PROFILES: a copy of the Pollux artifact's tables and workloads (petuum/adaptdl, branch osdi21-artifact, simulator/), which may not come with this.
+PROFILES ?=
+
+bench-cluster: $(STAMP)
+	$(BIN)/python benchmarks/cluster.py --write $(if $(PROFILES),--profiles $(PROFILES))
+	$(BIN)/python docs/make_tables.py
 
 # On a GPU, with this machine's own Python and torch: no .venv, no network, no compiler. OUT: a folder for results, in place of the usual one.
 ON_GPU = PYTHONPATH=src:. $(PYTHON) -m

@@ -289,7 +289,11 @@ def _attribute_of_docstring(kind: type, name: str) -> str:
 
 def _command_line() -> Iterator[str]:
     yield "## Command line\n\n`patrickstar` and `python -m patrickstar` are the same.\n"
-    for verb in ("", *VERBS):
+    commands = {verb: cli.get_command(click.Context(cli), verb) for verb in VERBS}
+    within = [
+        (verb, *(f"{verb} {name}" for name in getattr(command, "commands", ()))) for verb, command in commands.items()
+    ]
+    for verb in ("", *(verb for verbs in within for verb in verbs)):
         shown = CliRunner().invoke(cli, [*verb.split(), "--help"], prog_name="patrickstar", terminal_width=WIDTH)
         assert shown.exit_code == 0, shown.output
         yield f"### patrickstar {verb}".rstrip() + "\n"

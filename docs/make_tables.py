@@ -13,6 +13,7 @@ import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "steps.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("ranks", "long-sequences", "tensor-2d")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("ranks", "long-sequences", "tensor-2d", "scheduling")),
 )
 GIB = 1 << 30
 MIB = 1 << 20
@@ -265,6 +266,50 @@ def ratio(row: Mapping[str, Any]) -> str:
     return f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
 
 
+def scheduling(part: str) -> str:
+    """Policies beside each other, by workload or load; simulated."""
+    found = result("cluster")
+    names = {"fitted": "workload", "artifact": "load", "short": None, "robust": "sigma"}
+    first = names[part]
+    heads = [
+        *([first] if first else []),
+        "policy",
+        "resize",
+        "mean JCT, s",
+        *(["published"] if part == "artifact" else []),
+    ]
+    heads += ["p50", "p99", "makespan, h", "GPU time lost", "worst FTF", "resizes per job"]
+    rows = []
+    for row in found[part]:
+        published = row.get("published")
+        cells = [
+            *([str(row[first]).removesuffix("-fitted")] if first else []),
+            f"`{row['policy']}`",
+            f"{row['resize_s']:g} s",
+        ]
+        cells.append(f"{row['mean_jct']:.0f}")
+        if part == "artifact":
+            cells.append(f"{published} ({row['mean_jct'] / published - 1:+.1%})" if published else "")
+        cells += [f"{row['p50_jct']:.0f}", f"{row['p99_jct']:.0f}", f"{row['makespan'] / 3600:.1f}"]
+        cells += [f"{row['lost']:.1%}", f"{row['worst_ftf']:.1f}", f"{row['resizes']:.1f}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(
+        [f"Simulated, {found['gpus']} GPUs.", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *rows]
+    )
+
+
+def decisions() -> str:
+    """Seconds of single decisions, measured."""
+    found = result("cluster")
+    machine = found["machine"]
+    rows = [
+        f"| `{row['policy']}` | {row['gpus']} GPUs, {row['jobs']} jobs | {row['p50'] * 1e3:.1f} ms | {row['p99'] * 1e3:.1f} ms |"
+        for row in found["decisions"]
+    ]
+    before = f"Measured on one of {machine['cores']} cores ({machine['cpu'].strip()}), which other programs used too; NumPy {machine['numpy']}."
+    return "\n".join([before, "", "| policy | | p50 | p99 |", "|---|---|---|---|", *rows])
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "what trains under a cap": what_trains_under_a_cap,
     "what fits where": what_fits_where,
@@ -274,6 +319,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "blocks": blocks,
     "tokens in memory": tokens_in_memory,
     "rows in memory": rows_in_memory,
+    **{f"scheduling: {part}": partial(scheduling, part) for part in ("fitted", "artifact", "short", "robust")},
+    "scheduling: decisions": decisions,
 }
 
 

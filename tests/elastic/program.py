@@ -1,4 +1,4 @@
-"""A program that trains in steps of parts, as a user would write it: `python -m tests.elastic.program TOTAL SECONDS_A_STEP`. Prints what came of it."""
+"""A program that trains in steps of parts, as a user would write it: `python -m tests.elastic.program TOTAL SECONDS`. Prints what came of it."""
 
 from __future__ import annotations
 

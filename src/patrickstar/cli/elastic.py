@@ -6,6 +6,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -31,46 +32,38 @@ def elastic() -> None:
 @click.option("--at", metavar="STEP:N,...", default="", help="Resizes planned beforehand.")
 @click.option("--replace", is_flag=True, help="Start another process for one that is lost.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(
-    min: int,  # noqa: A002 - the flag's name
-    max: int,  # noqa: A002 - the flag's name
-    size: int | None,
-    save_every: int,
-    job_dir: Path | None,
-    warm: int | None,
-    threads: int | None,
-    at: str,
-    replace: bool,
-    command: tuple[str, ...],
-) -> int:
+def run(command: tuple[str, ...], at: str, **given: Any) -> int:
     """Run a program as an elastic job: `patrickstar elastic run --min 1 --max 4 -- python train.py`."""
-    size = min if size is None else size
+    least, most = given["min"], given["max"]
+    size = given["size"] or least
     sizes = [one.partition(":")[::2] for one in at.split(",") if one]
     problems = []
-    if min > max:
-        problems.append(f"--min {min} --max {max}: the fewest ranks are at most as many as the most")
-    elif not min <= size <= max:
-        problems.append(f"--size {size}: from {min} to {max} is expected")
+    if least > most:
+        problems.append(f"--min {least} --max {most}: the fewest ranks are at most as many as the most")
+    elif not least <= size <= most:
+        problems.append(f"--size {size}: from {least} to {most} is expected")
     problems += [
-        f"--at {step}:{ranks}: STEP:N is expected, with N from {min} to {max}"
+        f"--at {step}:{ranks}: STEP:N is expected, with N from {least} to {most}"
         for step, ranks in sizes
-        if not (step.isdigit() and ranks.isdigit() and min <= int(ranks) <= max)
+        if not (step.isdigit() and ranks.isdigit() and least <= int(ranks) <= most)
     ]
     refuse(problems, of="elastic run")
     from patrickstar.elastic.job_directory import JobDirectory
     from patrickstar.elastic.supervisor import JobRequest, Supervisor
 
-    directory = JobDirectory(job_dir or Path("runs") / f"elastic-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    directory = JobDirectory(
+        given["job_dir"] or Path("runs") / f"elastic-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     request = JobRequest(
         command=command,
-        least=min,
-        most=max,
+        least=least,
+        most=most,
         size=size,
-        warm=max if warm is None else warm,
-        threads=threads or cores // max or 1,
-        save_every=save_every,
-        replaces=replace,
+        warm=most if given["warm"] is None else given["warm"],
+        threads=given["threads"] or cores // most or 1,
+        save_every=given["save_every"],
+        replaces=given["replace"],
         planned=at,
     )
     click.echo(f"job in {directory.path}", err=True)

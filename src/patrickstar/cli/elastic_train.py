@@ -24,7 +24,7 @@ from patrickstar.config.kinds import refuse
 from patrickstar.elastic.job_directory import JobDirectory
 from patrickstar.elastic.supervisor import JobRequest, Supervisor
 from patrickstar.memory.process import resident_bytes
-from patrickstar.optim.configured import build_optimizer
+from patrickstar.optim.hyper import build_optimizer
 
 
 def supervise(sizes: str, *, save_every: int | None, directory: Path | None, words: Sequence[str]) -> int:

@@ -67,6 +67,12 @@ def whole_number(
     return click.option(flag, type=kind, metavar="N", default=default, show_default=default is not None, help=says)
 
 
+def seconds(flag: str, default: float, *, says: str, above: bool = False) -> Callable[[Verb], Verb]:
+    """An option for seconds from 0 on, or more than 0."""
+    kind = click.FloatRange(min=0, min_open=above, max=1e9)
+    return click.option(flag, type=kind, metavar="S", default=default, show_default=True, help=says)
+
+
 def path(flag: str, metavar: str, *, says: str) -> Callable[[Verb], Verb]:
     """An option for the path of a file, or of a directory where it stands for one (`DIR`)."""
     kind = click.Path(path_type=Path, dir_okay=metavar == "DIR", file_okay=metavar != "DIR")

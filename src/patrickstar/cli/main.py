@@ -34,6 +34,7 @@ VERBS: Final = MappingProxyType(
         "machines": "patrickstar.cli.listings",
         "doctor": "patrickstar.cli.doctor",
         "elastic": "patrickstar.cli.elastic",
+        "cluster": "patrickstar.cli.cluster",
     }
 )
 

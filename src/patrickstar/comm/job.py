@@ -1,8 +1,8 @@
 """A job whose ranks come and go: who is in it, which its processes learn from a store at the boundary between two steps.
 
-A *generation* is what the job is between two changes of its ranks. Rank 0 writes down the next one when a change has been asked for and those that join
-wait for it: with the boundary from which it holds, the next one but where there is one rank. No rank is there before all have been in the step before,
-so all that look have it. That is one question to the store a step, and no collective.
+A *generation* is what the job is between two changes of its ranks. Rank 0 writes down the next one when a change has been asked for and those that
+join wait for it: with the boundary from which it holds, the next one but where there is one rank. No rank is there before all have been in the step
+before, so all that look have it. That is one question to the store a step, and no collective.
 
 What stands in the store:
 

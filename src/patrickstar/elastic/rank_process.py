@@ -22,13 +22,13 @@ class RankProcess:
     def __init__(self, command: Sequence[str], member: int, slot: int, environment: Mapping[str, str]) -> None:
         self.member, self.slot = member, slot
         own = {"RANK": str(member), "LOCAL_RANK": str(slot)}
-        self._process = subprocess.Popen(
+        self._process = subprocess.Popen(  # noqa: S603  (the program that the user gave)
             command,
             env={**os.environ, **environment, **own},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            preexec_fn=_end_with_supervisor if sys.platform == "linux" else None,
+            preexec_fn=_end_with_supervisor,  # noqa: PLW1509  (one call of the system)
         )
         self._stopped_at: float | None = None
         streams = (self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)
@@ -71,7 +71,8 @@ class RankProcess:
 
 
 def _end_with_supervisor() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 def _forward(stream: IO[bytes] | None, to: IO[str], prefix: str) -> None:

@@ -1,7 +1,7 @@
-"""The supervisor of a job on one machine: holds its store, starts its processes, takes orders, and decides what becomes of the job when ranks are lost.
+"""The supervisor of a job on one machine: holds its store, starts its processes, takes orders, decides what becomes of the job when ranks are lost.
 
-Processes beside the ranks, which are *warm*, have run the program up to its first step and wait there without states. What ranks do at the boundary of
-a step they agree on by themselves (`comm/job.py`); here it is only seen to that there are as many processes as are asked for.
+Processes beside the ranks, which are *warm*, have run the program up to its first step and wait there without states. What ranks do at the boundary
+of a step they agree on by themselves (`comm/job.py`); here it is only seen to that there are as many processes as are asked for.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ _RESTARTS: Final = 3  # without a new checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
-    """What a job is to be. `warm`: processes beside the ranks, at most. `planned`: sizes by step, as `100:2,200:4`. `replaces`: whether what is lost is replaced."""
+    """What a job is to be.
+
+    Attributes:
+        warm: processes beside the ranks, at most. planned: sizes by step, as `100:2,200:4`. replaces: whether what is lost is replaced.
+    """
 
     command: Sequence[str]
     least: int
@@ -266,14 +270,10 @@ class Supervisor:
             process.signal(signal.SIGKILL)
         if size < self._request.least or self._restarts > _RESTARTS or failed:
             where = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
-            print(
-                f"patrickstar: {why}; {len(left)} of at least {self._request.least} ranks are left; {where}",
-                file=sys.stderr,
-            )
+            _say(f"{why}; {len(left)} of at least {self._request.least} ranks are left; {where}")
             return failed[0] if failed and not left else 1
-        print(
-            f"patrickstar: {why}; training begins again, {'from the newest checkpoint' if newest else 'as there is no checkpoint yet'}",
-            file=sys.stderr,
+        _say(
+            f"{why}; training begins again, {'from the newest checkpoint' if newest else 'as there is no checkpoint yet'}"
         )
         for process in self._processes.values():
             while process.status is None:
@@ -297,3 +297,8 @@ class Supervisor:
         """The generation that is there now."""
         number = self._read("present")
         return None if number is None else read_generation(self._read(f"generation/{number.decode()}") or b"")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"patrickstar: {text}\n")
+    sys.stderr.flush()

@@ -243,7 +243,7 @@ class Exchange:
             self.has_waited = False
 
     def serve(self) -> None:
-        """Takes part in what the others exchange in a forward and its backward that this rank has not: what it has heard the last time, without gradients."""
+        """Takes part in what others exchange in a forward and its backward that this rank has not: as it has heard its own, without gradients."""
         heard, self.order.heard = self.order.heard, None
         for call in heard or ():
             call()

@@ -109,7 +109,7 @@ class Elastic:
             )
         self.resizing.job.ask(n, "asked")
 
-    def steps(
+    def steps(  # noqa: PLR0917  (as users type it)
         self,
         dataset: Any,
         batch_size: int,
@@ -131,7 +131,7 @@ class Elastic:
         Raises:
             ConfigError: before the first step. StateError: no optimizer is managed, or ranks were not started as an elastic job.
         """
-        _check(self, dataset, batch_size, parts, total, epochs)
+        _check(self, dataset, batch_size, parts, ends=(total, epochs))
         count = total if total is not None else math.ceil(float(epochs or 0) * len(dataset) / batch_size)
         if self.resizing is None and parts > 1:  # what is added to is not rounded first
             self._parts.events.late_planes.widen_gradients()
@@ -139,9 +139,7 @@ class Elastic:
         return Steps(self, draws, BatchLoading(DrawnSamples(dataset), collate_fn, num_workers))
 
 
-def _check(
-    session: Elastic, dataset: Any, batch_size: int, parts: int, total: int | None, epochs: float | None
-) -> None:
+def _check(session: Elastic, dataset: Any, batch_size: int, parts: int, *, ends: tuple[object, object]) -> None:
     problems = []
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         problems.append(
@@ -151,8 +149,8 @@ def _check(
         problems.append("dataset: it has no samples")
     if parts < 1 or batch_size < 1 or batch_size % max(parts, 1):
         problems.append(f"batch_size={batch_size}: a multiple of parts={parts} is expected")
-    if (total is None) == (epochs is None):
-        problems.append(f"total={total}, epochs={epochs}: one of them is expected")
+    if sum(end is not None for end in ends) != 1:
+        problems.append(f"total={ends[0]}, epochs={ends[1]}: one of them is expected")
     if session.resizing is not None and parts < session.resizing.job.most:
         problems.append(f"parts={parts}: as many as the job may have ranks are expected, {session.resizing.job.most}")
     if session.is_member and session.present.expect().training.in_backward:

@@ -111,15 +111,20 @@ class Resizing:
                 new.executor.store.close()
             if collectives is not None:
                 collectives.close(f"{collectives.me} stays as it was: {error}")
-            if old is not None and old.collectives is not None and old.collectives.failure is not None:
-                raise
-            if old is not None:
-                self.job.stays(generation.number)
-                _log.warning("the job stays at %d ranks: %s", now.size, str(error).partition("\n")[0])
+            self._stay(generation, error)
             return None
         self._install(new, contents)
         self.job.begins(generation)
         return Resized(moved_bytes, round(all_bytes * moves.least), contents.told)
+
+    def _stay(self, generation: Generation, error: Error) -> None:
+        """Stays what it was, as all ranks do. Raises the error where it is of those that were there."""
+        old = self.parts
+        if old is not None and old.collectives is not None and old.collectives.failure is not None:
+            raise error
+        if old is not None:
+            self.job.stays(generation.number)
+            _log.warning("the job stays at %d ranks: %s", self.job.now.size, str(error).partition("\n")[0])
 
     def recover(self, generation: Generation) -> None:
         """Has the ranks be those that are left, with parts without contents: whatever there was is of a step that is broken."""

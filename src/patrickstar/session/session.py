@@ -55,7 +55,7 @@ class Session(Elastic):
         return f"<Session of {model}, {len(self._parts.named)} parameters{', closed' if self._parts.events.is_closed else ''}>"
 
     def attach(self, original: torch.optim.Optimizer, names: Mapping[int, str]) -> ManagedOptimizer:
-        """Puts an optimizer that asks this session to step in the place of the user's; `manage` calls this once. `names`: of parameters, by `id()`."""
+        """Puts an optimizer that asks this session to step in the place of the user's; `manage` calls this. `names`: of parameters, by `id()`."""
         self.optimizer = ManagedOptimizer(original, target=OptimizerTarget(self.present, original), names=names)
         return self.optimizer
 

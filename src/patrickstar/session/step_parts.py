@@ -1,8 +1,8 @@
 """Steps of training in numbered parts, whose bits depend on the parts and not on the ranks that compute them.
 
-Rank r of W computes parts r, r + W, ... of each step. Their gradients are added in the order of parts, in fp32, and multiplied by f(1/parts) once, when
-they are first used. What torch draws in a part is keyed by (seed, step, part), and samples are taken by a number that runs on: so neither depends on
-who computes what.
+Rank r of W computes parts r, r + W, ... of each step. Their gradients are added in the order of parts, in fp32, and multiplied by f(1/parts) once,
+when they are first used. What torch draws in a part is keyed by (seed, step, part), and samples are taken by a number that runs on: so neither
+depends on who computes what.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class StepParts:
             )
         if odd := [name for name, version in self._buffers.items() if not version.is_of(self._of)]:
             raise LayoutError(
-                f"the forward changes the buffer {odd[0]} ({len(odd)} in all), such as a running mean: its value would depend on the number of ranks. "
-                "Use a layer without running statistics (GroupNorm, LayerNorm), or freeze them (module.eval())"
+                f"the forward changes the buffer {odd[0]} ({len(odd)} in all), such as a running mean: its value would depend on the "
+                "number of ranks. Use a layer without running statistics (GroupNorm, LayerNorm), or freeze them (module.eval())"
             )
         training = self._of.training
         assert isinstance(training, DeferredTraining)
@@ -127,7 +127,8 @@ class StepParts:
         ran = self._of.training.backwards - self._backwards
         if self._done and ran != 1:
             raise StateError(
-                f"step {self.step}, part {self.index} of {self._count} has run backward {ran} times: call backward() once for each part, on the sum of its losses"
+                f"step {self.step}, part {self.index} of {self._count} has run backward {ran} times: call backward() once for each "
+                "part, on the sum of its losses"
             )
 
 

@@ -1,4 +1,4 @@
-"""The steps of an elastic session, one after the other: between two of them ranks come and go, are replaced after a loss, and checkpoints are written."""
+"""The steps of an elastic session: between two of them ranks come and go, those left after a loss go on, and checkpoints are written."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Steps:
                 if lost is not None:
                     self._recover(resizing, lost)
                 return self._next_step(resizing)
-            except RankLost as error:
+            except RankLost as error:  # noqa: PERF203  (once in a step)
                 lost = error.with_traceback(None)
 
     def _next_step(self, resizing: Resizing) -> StepParts:
