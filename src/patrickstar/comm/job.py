@@ -164,6 +164,7 @@ class Job:
     def survived(self, reason: str) -> Generation | None:
         """The generation that goes on without those that are lost, which this process waits for; None where nobody is, or nothing goes on."""
         loss = self._store.add("losses", 0) + 1
+        self._store.add(f"survivors/{loss}", 1)
         self._store.set(f"survivor/{loss}/{self.member}", json.dumps({"number": self.now.number, "reason": reason}))
         while not self._store.check([f"recovery/{loss}"]):
             time.sleep(_WAITS_S)

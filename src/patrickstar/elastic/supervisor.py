@@ -193,7 +193,7 @@ class Supervisor:
                 del self._processes[member]
                 self._ended(member, status)
         over = self._read("over") is not None
-        if self._lost and self._ends_with is None and not over:
+        if self._ends_with is None and not over and (self._lost or self._are_at_a_loss()):
             return self._recover()
         if not self._processes:
             failed = next((status for status in self._statuses.values() if status), 0)
@@ -222,6 +222,11 @@ class Supervisor:
 
     # losses
 
+    def _are_at_a_loss(self) -> bool:
+        """Tells whether ranks have lost others, whether or not a process has ended."""
+        store = self._job()
+        return store is not None and store.check([f"survivors/{store.add('losses', 0) + 1}"])
+
     def _recover(self) -> int | None:
         """Has the job go on without the ranks that are lost, once those that are left have said that they know of it."""
         store, generation = self._job(), self._generation()
@@ -242,7 +247,10 @@ class Supervisor:
         why = ", ".join(
             f"lost rank {members.index(member)} ({how})" for member, how in lost.items() if member in members
         )
-        if store is None or len(left) < self._request.least or self._directory.newest_checkpoint is None:
+        newest = str(self._directory.newest_checkpoint or "")
+        self._restarts, self._newest = (self._restarts + 1 if newest == self._newest else 1), newest
+        why = why or "ranks have lost each other: " + next((known["reason"] for known in said.values()), "")
+        if store is None or len(left) < self._request.least or not newest or self._restarts > _RESTARTS:
             return self._begin_again(why, lost, left)
         assert generation is not None
         number = max(known["number"] for known in said.values()) + 2
@@ -263,8 +271,6 @@ class Supervisor:
         """Starts the program anew, from the newest checkpoint or from the beginning; the exit status where it does not go on."""
         newest = str(self._directory.newest_checkpoint or "")
         failed = [status for member, status in self._statuses.items() if member in lost and status > 0]
-        self._restarts = self._restarts + 1 if newest == self._newest else 1
-        self._newest = newest
         size = self._request.size if self._request.replaces else len(left)
         for process in self._processes.values():
             process.signal(signal.SIGKILL)

@@ -5,7 +5,8 @@ Note [Resizing]
     those that it has: homes, plans, slots, none of which takes memory before something is written there. Where that does not fit on one of them, all
     let go of it, and the job stays as it was. Then each unit goes, plane by plane: what a rank has of it is one stretch of memory, and so is what it
     is to have, so one exchange with uneven pieces moves it from slot to slot. What a process had stays until all is there: until then the job can go
-    on as before.
+    on as before. Where both have no room beside each other on one of the processes, each unit is let go of when it has been moved, on all of them:
+    what fails then has lost the step, and the job goes on from a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from patrickstar.comm.all_ranks import AllRanks
 from patrickstar.comm.collectives import Collectives
 from patrickstar.comm.job import Generation, Job
+from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.resharding import Member, Resharding
 from patrickstar.core.trace import Phase, Touch
@@ -46,6 +48,8 @@ class Contents(NamedTuple):
 
 
 _NOTHING = Contents((), (), {}, None)
+_Built = tuple[Contents | None, bool]
+"""What the first rank tells, and whether there is room for what is moved beside what there was."""
 
 
 class Resized(NamedTuple):
@@ -87,23 +91,26 @@ class Resizing:
         # Of those that are there before and after, all are in the larger of both.
         shared = collectives if old is None or generation.size > now.size else old.collectives
         new: Parts | None = None
+        keeps = True
 
-        def build() -> Contents | None:
+        def build() -> _Built:
             nonlocal new
             new = self.ground.parts(collectives) if is_member else None
             if old is None:
-                return None
+                return None, True
             if new is not None:
                 _expect_fit(old, new)
-            return Contents(tuple(now.members), _units(old), dict(old.steps), tell()) if self.job.rank == 0 else None
+            told = Contents(tuple(now.members), _units(old), dict(old.steps), tell()) if self.job.rank == 0 else None
+            return told, new is None or _fit_together(old, new)
 
         try:
             if old is not None:
                 _end_step(old)
-            contents = AllRanks(shared).tell(f"a resize to {generation.size} ranks", build)[0]
+            of_all = AllRanks(shared).tell(f"a resize to {generation.size} ranks", build)
+            contents, keeps = of_all[0][0], all(has_room for _, has_room in of_all)
             assert contents is not None, "the first rank was there"
             moves = Resharding(contents.members, tuple(generation.members))
-            moved_bytes, all_bytes = self._move(new, contents.units, moves, shared)
+            moved_bytes, all_bytes = self._move(new, contents.units, moves, shared, keeps=keeps)
             if shared is not None:
                 moved_bytes = sum(shared.agree(moved_bytes, f"{generation.size} ranks are there"))
         except Error as error:
@@ -111,15 +118,17 @@ class Resizing:
                 new.executor.store.close()
             if collectives is not None:
                 collectives.close(f"{collectives.me} stays as it was: {error}")
-            self._stay(generation, error)
+            self._stay(generation, error, keeps=keeps)
             return None
         self._install(new, contents)
         self.job.begins(generation)
         return Resized(moved_bytes, round(all_bytes * moves.least), contents.told)
 
-    def _stay(self, generation: Generation, error: Error) -> None:
-        """Stays what it was, as all ranks do. Raises the error where it is of those that were there."""
+    def _stay(self, generation: Generation, error: Error, *, keeps: bool) -> None:
+        """Stays what it was, as all ranks do. Raises an error where that cannot be: of those that were there some are lost, or what they had."""
         old = self.parts
+        if old is not None and not keeps:
+            raise self.kind(f"{error}\nin the middle of a resize without room to go back", reason=str(error)) from error
         if old is not None and old.collectives is not None and old.collectives.failure is not None:
             raise error
         if old is not None:
@@ -150,12 +159,24 @@ class Resizing:
         return RankError if self.job.directory is None else RankLost
 
     def _move(
-        self, new: Parts | None, units: tuple[PlaneRef, ...], moves: Resharding, shared: Collectives | None
+        self,
+        new: Parts | None,
+        units: tuple[PlaneRef, ...],
+        moves: Resharding,
+        shared: Collectives | None,
+        *,
+        keeps: bool,
     ) -> tuple[int, int]:
-        """Moves these units to the new parts; gives the bytes that this process has sent, and those of all units of all ranks."""
+        """Moves these units to the new parts; gives the bytes that this process has sent, and those of all units of all ranks.
+
+        `keeps`: whether the old parts keep theirs.
+        """
         old, me, whole = self.parts, self.job.member, self.ground.setup.layout.chunk_numel
         sent, received, moved_bytes, all_bytes = moves.sent(me, whole), moves.received(me, whole), 0, 0
         assert shared is not None, "there is one rank, and it stays"
+        if old is not None and not keeps and old.binding.is_whole:
+            old.binding.let_go()
+        reserved = _reserve(old, new)
         for ref in units:
             given, out = _unit(old, ref, writes=False), _unit(new, ref, writes=True)
             given = given if given is not None else torch.empty(0, dtype=out.dtype)  # type: ignore[union-attr]  # it has one of both
@@ -163,6 +184,12 @@ class Resizing:
             shared.redistribute(out, given, received, sent, f"{ref}").wait()
             moved_bytes += (sum(sent) - sent[shared.ranks.rank]) * given.element_size()
             all_bytes += whole * given.element_size()
+            del given, out
+            if old is not None and not keeps and (freed := _let_go(old, ref)) and new is not None:
+                new.executor.pilot.stretch.reserve(-freed)
+                reserved -= freed
+        if new is not None:
+            new.executor.pilot.stretch.reserve(-reserved)
         return moved_bytes, all_bytes
 
     def _install(self, new: Parts | None, contents: Contents) -> None:
@@ -210,11 +237,46 @@ def _unit(parts: Parts | None, ref: PlaneRef, *, writes: bool) -> Tensor | None:
     """A chunk of a unit, until the next is asked for; None where this process has none."""
     if parts is None:
         return None
-    with parts.executor.quiet():
+    with parts.executor.apart():
         run, numel = parts.layout.run_of(ref.chunk), parts.layout.chunk_numel
         head = run.head if ref.plane == WEIGHT else ref.chunk
         (unit,) = parts.executor.use(Phase.STEP, run.tensors[0], (Touch(ref._replace(chunk=head), writes),))
         return unit[(ref.chunk - head) * numel :][:numel]
+
+
+def _let_go(parts: Parts, ref: PlaneRef) -> int:
+    """Lets go of a unit, all chunks of which have been moved with this one; gives the bytes that it has rested in where the step computes."""
+    run, state = parts.layout.run_of(ref.chunk), parts.executor.store.state
+    if ref.plane == WEIGHT:
+        if ref.chunk != run.head + run.length - 1:
+            return 0
+        ref = ref._replace(chunk=run.head)
+    parts.executor.release(ref)
+    return state.unit_bytes(ref) if state.home[ref] is state.compute else 0
+
+
+def _at_home(parts: Parts, tier: Tier) -> int:
+    """Bytes of all states that rest on a tier, and of one unit more, which is in use."""
+    state = parts.executor.store.state
+    bytes_of = {ref: state.unit_bytes(ref) for ref in state.home if ref.plane != GRAD}
+    return sum(nbytes for ref, nbytes in bytes_of.items() if state.home[ref] is tier) + max(bytes_of.values())
+
+
+def _fit_together(old: Parts, new: Parts) -> bool:
+    """Tells whether the states of both have room beside each other."""
+    budget, compute = new.stretches.budgets.machine.budget, new.executor.store.state.compute
+    return all(_at_home(old, tier) + _at_home(new, tier) <= budget[tier] for tier in {compute, Tier.HOST})
+
+
+def _reserve(old: Parts | None, new: Parts | None) -> int:
+    """Has old parts use no more than what rests with them, and new ones leave them that; gives how much."""
+    if old is None or new is None:
+        return 0
+    state = old.executor.store.state
+    held = _at_home(old, state.compute)
+    old.executor.pilot.stretch.reserve(max(0, old.stretches.budgets.machine.budget[state.compute] - held))
+    new.executor.pilot.stretch.reserve(held)
+    return held
 
 
 def _expect_fit(old: Parts, new: Parts) -> None:
