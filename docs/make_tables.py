@@ -277,7 +277,7 @@ def decisions() -> str:
         f"| `{row['policy']}` | {row['gpus']} GPUs, {row['jobs']} jobs | {row['p50'] * 1e3:.1f} ms | {row['p99'] * 1e3:.1f} ms |"
         for row in found["decisions"]
     ]
-    before = f"Measured on one of {machine['cores']} cores ({machine['cpu'].strip()}), which other programs used too; NumPy {machine['numpy']}."
+    before = f"Measured on one of {machine['cores']} cores ({machine['cpu'].strip()}), which other programs used as well; NumPy {machine['numpy']}."
     return "\n".join([before, "", "| policy | | p50 | p99 |", "|---|---|---|---|", *rows])
 
 
@@ -288,8 +288,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "ranks": ranks,
     "sequences": sequences,
     "blocks": blocks,
-    **{f"scheduling: {part}": partial(scheduling, part) for part in ("fitted", "artifact", "short", "robust")},
-    "scheduling: decisions": decisions,
+    **{f"scheduling {part}": partial(scheduling, part) for part in ("fitted", "artifact", "short", "robust")},
+    "scheduling decisions": decisions,
 }
 
 
