@@ -27,9 +27,12 @@ def main(seed: int, count: int) -> int:
             # The order of sizes is that of the plan, each a few steps after the last.
             plan = ",".join(f"{step}:{draw.randint(1, MOST)}" for step in range(3, TOTAL, draw.randint(3, 8)))
             flags = ("--min", "1", "--max", str(MOST), "--save-every", str(EVERY), "--replace", "--at", plan)
-            job, here = Running(Path(folder), TOTAL, *flags, seconds=0.12), 0
+            job, here, reached = Running(Path(folder), TOTAL, *flags, seconds=0.12), 0, 0
             while job.process.poll() is None and here < 6 and killed < count:
-                time.sleep(draw.uniform(0.5, 3.0))
+                # Three losses in a row without a new checkpoint end a job.
+                with suppress(AssertionError):
+                    reached = job.wait_for(reached + 1)["step"]
+                time.sleep(draw.uniform(0.0, 2.0))
                 ranks = job.status().get("ranks", [])
                 if ranks and job.process.poll() is None:
                     with suppress(ProcessLookupError):
