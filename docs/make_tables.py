@@ -319,8 +319,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "blocks": blocks,
     "tokens in memory": tokens_in_memory,
     "rows in memory": rows_in_memory,
-    **{f"scheduling: {part}": partial(scheduling, part) for part in ("fitted", "artifact", "short", "robust")},
-    "scheduling: decisions": decisions,
     **{f"scheduling {part}": partial(scheduling, part) for part in ("fitted", "artifact", "short", "robust")},
     "scheduling decisions": decisions,
 }
