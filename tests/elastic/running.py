@@ -64,9 +64,7 @@ class Running:
             if found and found["step"] >= step and size in (None, found["size"]):
                 return found
             time.sleep(0.05)
-        raise AssertionError(
-            f"it has not come to step {step} with {size} ranks: {self.status() or self.process.communicate()[0]}"
-        )
+        raise AssertionError(f"it has not come to step {step} with {size} ranks: {self.status()}")
 
     def end(self, within_s: float = 90.0) -> tuple[int, str]:
         """Its exit status and output."""

@@ -46,7 +46,7 @@ def main(seed: int, count: int) -> int:
             is_well = status == 0 and digests(output) == {want}
             failed += not is_well
             print(
-                f"{killed}/{count}: {here} kills in a job of sizes {plan}: {'as one process' if is_well else output}",
+                f"{killed}/{count}: {here} kills in a job of sizes {plan}: {'as one process' if is_well else f'{status}, {output}'}",
                 flush=True,
             )
     return 1 if failed else 0

@@ -112,7 +112,7 @@ def train(invocation: flags.Invocation, **given: Any) -> int:
 
 
 def _of_job(given: dict[str, Any]) -> dict[str, Any]:
-    """What a job takes of the flags. ConfigError: those that it has not."""
+    """The flags that a job takes. ConfigError: those that it has not."""
     refused = {
         "--compare-plain": given["compare_plain"],
         "--accumulate": given["accumulate"] > 1,

@@ -154,21 +154,6 @@ class Collectives:
 
         return self.exchange(into, partial, what, flags=flags, kind="reduce", then=add)
 
-    def redistribute(
-        self, out: torch.Tensor, given: torch.Tensor, received: Sequence[int], sent: Sequence[int], what: str
-    ) -> Ticket:
-        """Has each rank get its part of `given` [n], and `out` [m] what is for this one, in rank order.
-
-        Args:
-            received, sent: how many elements come from each rank, and go to each, this one included.
-        """
-
-        def act() -> None:
-            self._transport.redistribute(out, given, received, sent)
-            self.sent_bytes += (sum(sent) - sent[self._ranks.rank]) * given.element_size()
-
-        return self._issue("redistribute", what, str(given.dtype), self._transport.after_now(given.device, act))
-
     def agree(self, value: _T, what: str, *, within_s: float = math.inf) -> list[_T]:
         """The values of all ranks, in their order, by pickle; waits for them, and no longer than so: all calls of all ranks fail then."""
         mine, values = pickle.dumps(value), list[bytes]()
@@ -351,6 +336,22 @@ def _carry(by: Collectives, kind: str, what: str, sent: torch.Tensor, move: Task
 
     act_there = by._transport.after_now(sent.device, act)
     return by._issue(kind, what, f"{sent.numel()} {sent.dtype}{also}", act_there)
+
+
+def redistribute(
+    by: Collectives, out: torch.Tensor, given: torch.Tensor, *, received: Sequence[int], sent: Sequence[int], what: str
+) -> Ticket:
+    """Has each rank get its part of `given` [n], and `out` [m] what is for this one, in rank order.
+
+    Args:
+        received, sent: how many elements come from each rank, and go to each, this one included.
+    """
+
+    def act() -> None:
+        by._transport.redistribute(out, given, received, sent)
+        by.sent_bytes += (sum(sent) - sent[by.ranks.rank]) * given.element_size()
+
+    return by._issue("redistribute", what, str(given.dtype), by._transport.after_now(given.device, act))
 
 
 def sum_in_rank_order(out: torch.Tensor, pieces: torch.Tensor, *, averaged: int) -> None:

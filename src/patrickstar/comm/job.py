@@ -58,7 +58,7 @@ _TELLS_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What a job is between two changes. `members`: in rank order. `step`: that it begins with. `why`: what has brought it about.
+    """A job between two changes. `members`: in rank order. `step`: that it begins with. `why`: what has brought it about.
 
     `recovers`: whether others were lost: what they had comes from the newest checkpoint.
     """
@@ -75,7 +75,7 @@ class Generation:
         return len(self.members)
 
 
-class Job:
+class ElasticJob:
     """A job as one of its processes sees it.
 
     Args:
@@ -141,7 +141,7 @@ class Job:
         return found
 
     def _decided(self, step: int) -> Generation | None:
-        """What rank 0 has the job be next, where that has been asked for and can be."""
+        """The generation that rank 0 has come next, where one has been asked for and can be."""
         reaches = step + (self.now.size > 1)
         for at in sorted(at for at in self._planned if at <= reaches):
             ask(self._store, self._planned.pop(at), "planned")
@@ -224,12 +224,12 @@ def write_generation(store: dist.Store, generation: Generation) -> None:
 
 
 def read_generation(text: bytes) -> Generation:
-    """What was written down."""
+    """A generation that was written down."""
     known = json.loads(text)
     return Generation(**{**known, "members": tuple(known["members"])})
 
 
-def job_of_environment() -> Job | None:
+def job_of_environment() -> ElasticJob | None:
     """The job that this process has been started for; None where it is of none.
 
     Raises:
@@ -259,4 +259,4 @@ def job_of_environment() -> Job | None:
     # Each process counts for itself how many jobs it has been in: alike on all that do the same.
     process = f"patrickstar/jobs/{member}/{os.getpid()}"
     name = f"patrickstar/job/{store.add(process, 1)}"
-    return Job(store, name, member, least=least, most=most, size=int(os.environ.get(PRESENT, least)))
+    return ElasticJob(store, name, member, least=least, most=most, size=int(os.environ.get(PRESENT, least)))

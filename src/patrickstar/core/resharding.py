@@ -16,7 +16,7 @@ Member = int
 
 
 def _overlap(place: int, size: int, new_place: int, new_size: int) -> int:
-    """Of size * new_size equal parts of a chunk, those that one of `size` ranks has now and one of `new_size` has afterwards."""
+    """The number of those of size * new_size equal parts of a chunk that one of `size` ranks has now and one of `new_size` has afterwards."""
     first, last = max(place * new_size, new_place * size), min((place + 1) * new_size, (new_place + 1) * size)
     return max(0, last - first)
 

@@ -40,12 +40,12 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """Its number as a process."""
+        """The number of the process."""
         return self._process.pid
 
     @property
     def status(self) -> int | None:
-        """Its exit status, a signal's number with a minus; None while it runs."""
+        """The exit status, a signal's number with a minus; None while it runs."""
         status = self._process.poll()
         if status is not None:
             for reader in self._readers:

@@ -45,7 +45,7 @@ _RESTARTS: Final = 3  # without a new checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
-    """What a job is to be.
+    """A request for a job.
 
     Attributes:
         warm: processes beside the ranks, at most. planned: sizes by step, as `100:2,200:4`. replaces: whether what is lost is replaced.

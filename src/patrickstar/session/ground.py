@@ -23,7 +23,7 @@ from patrickstar.torch_private import Plain
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ground:
-    """What stays as it is while the ranks of an elastic job come and go.
+    """All that stays as it is while the ranks of an elastic job come and go.
 
     Attributes:
         setup: of one process that has all. dtypes, strides: of parameters, before they were managed.

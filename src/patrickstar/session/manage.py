@@ -16,7 +16,7 @@ from torch import nn
 
 from patrickstar.comm.all_ranks import AllRanks
 from patrickstar.comm.collectives import Collectives
-from patrickstar.comm.job import Job, job_of_environment
+from patrickstar.comm.job import ElasticJob, job_of_environment
 from patrickstar.comm.ranks import Ranks, ranks_of
 from patrickstar.comm.transport import staging_bytes
 from patrickstar.config.arguments import MemoryOptions, check_arguments
@@ -155,7 +155,7 @@ def _assembled(
     everyone: Collectives | None,
     *,
     groups: Mapping[str, MeshGroup],
-    job: Job | None,
+    job: ElasticJob | None,
     make_lane: MakeLane | None,
     choice: UpdateChoice,
 ) -> Session:
@@ -227,7 +227,7 @@ def _expect_elastic(
     refuse([f"{what} in an elastic job comes later" for what, asked in refused.items() if asked], of="manage")
 
 
-def _waiting(ground: Ground, job: Job) -> Session:
+def _waiting(ground: Ground, job: ElasticJob) -> Session:
     """A session of a process that is none of the ranks of its job yet: it has no states, and the model no values."""
     session = Session(None, ground.setup.layout, None)
     assert ground.optimizer is not None
@@ -252,7 +252,7 @@ def _attach(session: Session, ground: Ground) -> ManagedOptimizer | None:
 
 
 def _resizing(
-    session: Session, ground: Ground, job: Job, buffers: Mapping[str, Kind], hooks: ExitStack | None = None
+    session: Session, ground: Ground, job: ElasticJob, buffers: Mapping[str, Kind], hooks: ExitStack | None = None
 ) -> Resizing:
     timeout_s = ground.setup.memory.options.collective_timeout
     return Resizing(
@@ -298,7 +298,7 @@ def expect_known_over_ranks(
     refuse(problems, of="manage")
 
 
-def _begin(parts: Parts, ground: Ground, setup: Setup, source: Loading | None, job: Job | None) -> Session:
+def _begin(parts: Parts, ground: Ground, setup: Setup, source: Loading | None, job: ElasticJob | None) -> Session:
     """The session over its parts: hooks on the model, the optimizer in its place, all values in chunks."""
     model, named, store, original = parts.model, parts.named, parts.executor.store, ground.optimizer
     with ExitStack() as undo:  # whatever fails, model and optimizer are as before

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from patrickstar.comm.all_ranks import AllRanks
-from patrickstar.comm.collectives import Collectives
-from patrickstar.comm.job import Generation, Job
+from patrickstar.comm.collectives import Collectives, redistribute
+from patrickstar.comm.job import ElasticJob, Generation
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.resharding import Member, Resharding
@@ -39,7 +39,7 @@ _log = logging.getLogger("patrickstar")
 
 
 class Contents(NamedTuple):
-    """What the first rank tells all. `units`: that have contents. steps: counts of updates. told: what the owner of the parts has to tell."""
+    """Facts that the first rank tells all. `units`: that have contents. steps: counts of updates. told: what the owner of the parts has to tell."""
 
     members: tuple[Member, ...]
     units: tuple[PlaneRef, ...]
@@ -49,7 +49,7 @@ class Contents(NamedTuple):
 
 _NOTHING = Contents((), (), {}, None)
 _Built = tuple[Contents | None, bool]
-"""What the first rank tells, and whether there is room for what is moved beside what there was."""
+"""Facts that the first rank tells, and whether there is room for what is moved beside what there was."""
 
 
 class Resized(NamedTuple):
@@ -73,7 +73,7 @@ class Resizing:
     """
 
     ground: Ground
-    job: Job
+    job: ElasticJob
     parts: Parts | None
     installed: Callable[[Parts | None, Callable[..., Closing] | None], None]
     timeout_s: float
@@ -181,7 +181,7 @@ class Resizing:
             given, out = _unit(old, ref, writes=False), _unit(new, ref, writes=True)
             given = given if given is not None else torch.empty(0, dtype=out.dtype)  # type: ignore[union-attr]  # it has one of both
             out = out if out is not None else torch.empty(0, dtype=given.dtype)
-            shared.redistribute(out, given, received, sent, f"{ref}").wait()
+            redistribute(shared, out, given, received=received, sent=sent, what=f"{ref}").wait()
             moved_bytes += (sum(sent) - sent[shared.ranks.rank]) * given.element_size()
             all_bytes += whole * given.element_size()
             del given, out

@@ -48,7 +48,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What the parts of all steps draw. `parts`: of a step, each of as many of the `batch_size` samples. total: number of steps."""
+    """Draws of the parts of all steps. `parts`: of a step, each of as many of the `batch_size` samples. total: number of steps."""
 
     order: SampleOrder
     batch_size: int

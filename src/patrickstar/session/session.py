@@ -19,7 +19,7 @@ from patrickstar.memory.device_failure import noticed_at
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.plan.plan import Plan
 from patrickstar.session.close import Closing
-from patrickstar.session.elastic import Elastic
+from patrickstar.session.elastic_session import ElasticSession
 from patrickstar.session.optimizer_target import OptimizerTarget
 from patrickstar.session.parts import Parts
 from patrickstar.session.saving import Saving
@@ -30,7 +30,7 @@ from patrickstar.units import parse_size
 _OTHERS_COME_S: Final = 10.0
 
 
-class Session(Elastic):
+class Session(ElasticSession):
     """A model and an optimizer under management, made by `patrickstar.manage`. Use as a context manager, or call `close()`.
 
     `layout`: which parameter lies in which chunk; `layout.padding` is the share of chunk space unused.

@@ -86,7 +86,7 @@ class Setup:
         return "" if self.memory.options.tile_rows is None else "Options(tile_rows=)"
 
     def over(self, ranks: Ranks | RankOf | None) -> Setup:
-        """The same ground for one of these ranks, of which each has its share of chunks; None: for one process, which has all."""
+        """A setup for one of these ranks, of which each has its share of chunks; None: for one process, which has all."""
         layout = self.layout if ranks is None else shard_of(self.layout, ranks.rank, ranks.size)
         return replace(self, layout=layout, ranks=ranks, formats=SessionFormats(self.precision.formats))
 

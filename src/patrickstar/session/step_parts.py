@@ -111,7 +111,7 @@ class StepParts:
             training.multiply(torch.tensor(1 / self._count, dtype=torch.float32))
 
     def stops(self, *, is_told: bool) -> bool:
-        """Whether a rank was told to stop before the last backward of the step, which all ranks know alike."""
+        """Tells whether a rank was told to stop before the last backward of the step, which all ranks know alike."""
         gathering = self._of.training.gathering
         return is_told if gathering is None else _STOP in gathering.heard
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from torch.distributed import DistNetworkError
 
@@ -20,22 +20,19 @@ from patrickstar.session.resizing import Resized, Resizing
 from patrickstar.session.sample_order import BatchLoading, Draws
 from patrickstar.session.step_parts import StepParts
 
-if TYPE_CHECKING:
-    from patrickstar.session.elastic import Elastic
-
 _log = logging.getLogger("patrickstar")
 _KEPT: Final = 2
 _TERMINATED: Final = 143
 
 
-class Steps:
-    """An iterator over the steps that are still to be done. `draws`: what parts draw. loading: makes batches of that.
+class StepsToDo:
+    """An iterator over the steps of a session that are still to be done. `draws`: what parts draw. loading: makes batches of that.
 
     Attributes:
         step: the number of the next step, from 0 on.
     """
 
-    def __init__(self, session: Elastic, draws: Draws, loading: BatchLoading) -> None:
+    def __init__(self, session: Any, draws: Draws, loading: BatchLoading) -> None:
         self.step = 0
         self._session, self._draws, self._loading = session, draws, loading
         self._current: StepParts | None = None
@@ -46,7 +43,7 @@ class Steps:
         self._parent = os.getppid()
         self._is_told_to_stop = False
 
-    def __iter__(self) -> Steps:
+    def __iter__(self) -> StepsToDo:
         return self
 
     def __next__(self) -> StepParts:
@@ -196,16 +193,14 @@ class Steps:
 
     def _save(self, resizing: Resizing) -> None:
         if resizing.job.directory is not None and self._saved != self.step:
-            session: Any = self._session
-            session.save_checkpoint(resizing.job.directory / "checkpoints", extra={"step": self.step}, keep=_KEPT)
+            self._session.save_checkpoint(resizing.job.directory / "checkpoints", extra={"step": self.step}, keep=_KEPT)
             self._saved = self.step
 
     def _load(self, resizing: Resizing) -> None:
         assert resizing.job.directory is not None
         directory = resizing.job.directory / "checkpoints"
         if (directory / "latest").exists():
-            session: Any = self._session
-            self.step = self._saved = session.load_checkpoint(directory)["step"]
+            self.step = self._saved = self._session.load_checkpoint(directory)["step"]
 
 
 def _write(

@@ -17,7 +17,7 @@ from patrickstar.session.close import Closing
 from patrickstar.session.parts import Parts, PresentParts
 from patrickstar.session.resizing import Resizing
 from patrickstar.session.sample_order import BatchLoading, DrawnSamples, Draws, SampleOrder
-from patrickstar.session.steps import Steps
+from patrickstar.session.steps import StepsToDo
 
 _log = logging.getLogger("patrickstar")
 _UNCLOSED = (
@@ -25,8 +25,8 @@ _UNCLOSED = (
 )
 
 
-class Elastic:
-    """What a session is in an elastic job: which of its ranks, in which step. One process by itself is rank 0 of 1."""
+class ElasticSession:
+    """A session as part of an elastic job, of which it is one rank, or none for now. One process by itself is rank 0 of 1."""
 
     optimizer: Any
     scaler: torch.amp.GradScaler
@@ -72,7 +72,7 @@ class Elastic:
                 self.scaler.load_state_dict(told["scaler"])
 
     def told(self) -> dict[str, Any]:
-        """What those that join have to know beside what is in chunks."""
+        """Facts that those that join have to know beside what is in chunks."""
         groups = [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
         ]
@@ -94,7 +94,7 @@ class Elastic:
 
     @property
     def is_member(self) -> bool:
-        """Whether this process is one of the ranks now."""
+        """True where this process is one of the ranks now."""
         return self.present.parts is not None
 
     def resize(self, n: int) -> None:
@@ -119,7 +119,7 @@ class Elastic:
         epochs: float | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
-    ) -> Steps:
+    ) -> StepsToDo:
         """Gives the steps that are still to be done, each a `with` block and an iterator over this rank's parts of it.
 
         Rank r of W computes parts r, r + W, ...; the bits of the run depend on batch size, parts and seed, and not on the number of ranks.
@@ -136,10 +136,10 @@ class Elastic:
         if self.resizing is None and parts > 1:  # what is added to is not rounded first
             self._parts.events.late_planes.widen_gradients()
         draws = Draws(SampleOrder(len(dataset), seed), batch_size, parts, count, seed)
-        return Steps(self, draws, BatchLoading(DrawnSamples(dataset), collate_fn, num_workers))
+        return StepsToDo(self, draws, BatchLoading(DrawnSamples(dataset), collate_fn, num_workers))
 
 
-def _check(session: Elastic, dataset: Any, batch_size: int, parts: int, *, ends: tuple[object, object]) -> None:
+def _check(session: ElasticSession, dataset: Any, batch_size: int, parts: int, *, ends: tuple[object, object]) -> None:
     problems = []
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         problems.append(
