@@ -149,12 +149,13 @@ class StepsToDo:
     def _resize(self, resizing: Resizing, generation: Generation) -> None:
         session, before, began = self._session, resizing.job.now.size, time.monotonic()
         joins = not session.is_member
-        resized = resizing.change(generation, session.told)
+        resized = resizing.change(generation, lambda: {**session.told(), "saved": self._saved})
         if resized is None:
             return
         self._batches, self.step = None, generation.step
         if session.is_member:
             session.take_told(resized.told, joins=joins)
+            self._saved = resized.told["saved"]
             seconds = time.monotonic() - began
             if (collectives := session.present.expect().collectives) is not None:
                 seconds = max(collectives.agree(0.0 if joins else seconds, "seconds of a resize"))
