@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from machine import describe_machine
+from machine import describe_machine, usable_cores
 from sequences import begin
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -87,6 +87,7 @@ def foreseen(way: Way, arguments: argparse.Namespace) -> tuple[int, int]:
     with torch.device("meta"):
         model = build(arguments)
     together = way.together
+    torch.set_num_threads(max(1, usable_cores() // together.size))  # as each rank has: what kernels keep goes by it
     memory = check_arguments(device="cpu", precision="fp32", host_memory=together.size * arguments.memory * MIB)
     which, known = RankOf(0, together.size, together.size), []
 
@@ -152,7 +153,8 @@ def measured(way: Way, arguments: argparse.Namespace) -> dict[str, Any]:
         team.end()
     fits, too_much = answers
     for answer in fits:
-        assert answer.get("losses") == fits[0]["losses"], f"{way.name}, {size} {way.grows}: {answer}"
+        assert "losses" in answer, f"{way.name}, {size} {way.grows}: {answer}"
+        assert answer["losses"] == fits[0]["losses"], f"{way.name}, {size} {way.grows}: ranks have other losses"
     assert all("refused" in answer for answer in too_much), f"{way.name}, {above} {way.grows}: {too_much}"
     row = {
         **asdict(way),

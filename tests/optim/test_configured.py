@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from patrickstar.config.settings import OptimizerSettings
-from patrickstar.optim.hyper import build_optimizer
-from patrickstar.optim.schedules import Scheduler
+from patrickstar.optim.hyper import Scheduler, build_optimizer
 from tests.optim.test_schedules import scheduled
 
 CYCLE = scheduled(

@@ -20,8 +20,7 @@ from patrickstar.cli.world import World
 from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.memory.process import peak_resident_bytes, reset_peak, resident_bytes
-from patrickstar.optim.hyper import build_optimizer
-from patrickstar.optim.schedules import Scheduler
+from patrickstar.optim.hyper import Scheduler, build_optimizer
 
 
 @dataclass(slots=True)

@@ -20,9 +20,9 @@ from patrickstar.cli.batches import Batches
 from patrickstar.cli.loop import backward
 from patrickstar.config.options import LossScale
 from patrickstar.config.settings import OptimizerSettings
-from patrickstar.optim.hyper import build_optimizer
+from patrickstar.optim.hyper import Scheduler, build_optimizer
 from patrickstar.optim.scale_rule import ScaleRule
-from patrickstar.optim.schedules import Rates, Scheduler
+from patrickstar.optim.schedules import Rates
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.step.precision import lies_in
 

@@ -19,8 +19,8 @@ from patrickstar.core.chunk_size import GRAIN, target_numel
 from patrickstar.deferred.deferred_init import deferred_init
 from patrickstar.engine.engine import Engine, EngineOptimizer
 from patrickstar.errors import ConfigError, LayoutError
-from patrickstar.optim.hyper import build_optimizer
-from patrickstar.optim.schedules import Scheduler, rates_of
+from patrickstar.optim.hyper import Scheduler, build_optimizer
+from patrickstar.optim.schedules import rates_of
 from patrickstar.session.manage import manage
 
 _log = logging.getLogger("patrickstar")

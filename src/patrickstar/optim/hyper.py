@@ -1,4 +1,4 @@
-"""The hyper-parameters of one parameter group, the scalars of one step that follow from them, and an optimizer as a config asks for it."""
+"""The hyper-parameters of one parameter group, and the scalars of one step that follow; an optimizer and a scheduler of its rates from a config."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import ctypes
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from patrickstar.config.settings import OptimizerSettings
 from patrickstar.errors import ConfigError
+from patrickstar.optim.schedules import Rates
 
 UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable")
 """Flags of torch's Adam that change the update; `foreach` and `fused` only choose one of torch's implementations."""
@@ -100,6 +103,34 @@ def build_optimizer(
     kind = torch.optim.AdamW if settings.decoupled else torch.optim.Adam
     of_group = {name: value for name, value in asdict(settings).items() if name != "decoupled"}
     return kind(list(parameters), **of_group, fused=fused)
+
+
+class Scheduler(LambdaLR):
+    """Sets rates, and betas where there are some, at every `step()`. Each group is its own base.
+
+    torch multiplies a group's first rate with what its function gives. Rates are not shares of it: so the first is 1 to torch, and no bit is lost.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rates: Rates) -> None:
+        bases = [float(group["lr"]) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 1.0
+        self._betas = rates.betas
+        super().__init__(optimizer, [partial(lambda base, done: rates.lr(done, base), base) for base in bases])
+
+    def step(self, epoch: int | None = None) -> None:
+        """Goes on by one step. ConfigError: the schedule's betas have left what Adam takes."""
+        super().step(epoch)
+        betas = self._betas(self.last_epoch)
+        if betas is not None:
+            for group in self.optimizer.param_groups:
+                group["betas"] = betas
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count of steps. What the schedule does is the config's, and the rates themselves are the optimizer's."""
+        state = super().state_dict()
+        del state["_betas"]
+        return state
 
 
 def refuse_unsupported(flags: Mapping[str, Any]) -> None:

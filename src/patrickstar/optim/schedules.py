@@ -11,12 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
-
-import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from patrickstar.config.settings import Schedule
 from patrickstar.errors import ConfigError
@@ -43,34 +39,6 @@ def rates_of(schedule: Schedule) -> Rates:
     if not parameters.get("cycle_momentum"):
         return Rates(lr)
     return Rates(lr, lambda done: (_first_beta(done, parameters), 0.99))
-
-
-class Scheduler(LambdaLR):
-    """Sets rates, and betas where there are some, at every `step()`. Each group is its own base.
-
-    torch multiplies a group's first rate with what its function gives. Rates are not shares of it: so the first is 1 to torch, and no bit is lost.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, rates: Rates) -> None:
-        bases = [float(group["lr"]) for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = 1.0
-        self._betas = rates.betas
-        super().__init__(optimizer, [partial(lambda base, done: rates.lr(done, base), base) for base in bases])
-
-    def step(self, epoch: int | None = None) -> None:
-        """Goes on by one step. ConfigError: the schedule's betas have left what Adam takes."""
-        super().step(epoch)
-        betas = self._betas(self.last_epoch)
-        if betas is not None:
-            for group in self.optimizer.param_groups:
-                group["betas"] = betas
-
-    def state_dict(self) -> dict[str, Any]:
-        """The count of steps. What the schedule does is the config's, and the rates themselves are the optimizer's."""
-        state = super().state_dict()
-        del state["_betas"]
-        return state
 
 
 def _range_test(done: int, _: float, p: Parameters) -> float:
