@@ -112,11 +112,14 @@ def test_no_plan_of_many_changes_a_bit(team_of: Teams, given: tuple[Plan, str]) 
     check_plan(team_of, *given)
 
 
-@pytest.mark.parametrize("sizes", [{0: 2, 1: 3, 2: 1}, {0: 4, 2: 2}, {0: 3, 2: 4}], ids=str)
+@pytest.mark.parametrize("sizes", [{0: 2, 1: 3, 2: 1}, {0: 4, 2: 2}, {0: 3, 2: 4}], ids=["2-3-1", "4-2", "3-4"])
 def test_the_first_rank_keeps_its_process(sizes: dict[int, int], team_of: Teams) -> None:
-    runs = run_job(team_of, Plan(sizes=sizes, parts=4, total=6))
+    plan = Plan(sizes=sizes)
+    runs = run_job(team_of, plan)
     assert runs[0].sizes[0] == 1
-    assert len(runs[0].sizes) == 6
+    assert len(runs[0].sizes) == plan.total
+    assert len(set(runs[0].sizes)) > 1
+    expect_run(fixed_one(team_of, plan.parts, plan.samples), runs)
 
 
 def refused(rank: int, plan: Plan, what: str) -> str:

@@ -8,6 +8,7 @@ from tests.mutants.blocks import BLOCKS
 from tests.mutants.blocks_2d import BLOCKS_2D
 from tests.mutants.bounds import BOUNDS
 from tests.mutants.changes import CHANGES
+from tests.mutants.elastic import ELASTIC
 from tests.mutants.engine import ENGINE
 from tests.mutants.forecasts import FORECASTS
 from tests.mutants.homes import HOMES
@@ -46,5 +47,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *STREAMS,
     *RANKS,
     *LONG_SEQUENCES,
+    *ELASTIC,
     *BLOCKS_2D,
 )
