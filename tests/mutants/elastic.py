@@ -19,7 +19,8 @@ ELASTIC: tuple[Mutant, ...] = (
         replace("keyed_seed(...)", "self.seed"), ONE
     ),
     Fault("an epoch begins with the samples of the last", "session.sample_order:SampleOrder._from").by(
-        replace("keyed_seed(...)", "self.seed"), ONE
+        replace("keyed_seed(...)", "self.seed"),
+        "tests/elastic/test_sample_order.py::test_each_sample_is_seen_once_an_epoch",
     ),
     Fault("a rank without a part in the last round does nothing", "session.step_parts:StepParts.complete").by(
         drop("if self._serves: ..."), THREE
@@ -31,7 +32,7 @@ ELASTIC: tuple[Mutant, ...] = (
         replace("enumerate(rows_of[name])", "enumerate(rows_of[name][::-1])"), TWO
     ),
     Fault("a rank that joins begins without counts of updates", "session.resizing:Resizing._install").by(
-        drop("new.steps.update(...)"), COMES
+        replace("new.steps.update(...)", "None"), COMES
     ),
     Fault("moments of those that go are lost", "session.resizing:_units").by(
         replace("ref.plane != GRAD", "ref.plane == WEIGHT"), COMES

@@ -40,7 +40,7 @@ _LOST_S: Final = (
     10.0  # after that a process that is stopped, or that does not answer where others were lost, counts as lost
 )
 _ENDS_S: Final = 30.0
-_RESTARTS: Final = 3  # without a new checkpoint
+_RESTARTS: Final = 3  # without a step further than ever before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Supervisor:
         self._statuses: dict[int, int] = {}
         self._ends_with: int | None = None
         self._ends_at = math.inf
-        self._restarts, self._newest = 0, ""
+        self._restarts, self._furthest = 0, -1
         self._unanswered_at: float | None = None
 
     def run(self) -> int:
@@ -248,7 +248,9 @@ class Supervisor:
             f"lost rank {members.index(member)} ({how})" for member, how in lost.items() if member in members
         )
         newest = str(self._directory.newest_checkpoint or "")
-        self._restarts, self._newest = (self._restarts + 1 if newest == self._newest else 1), newest
+        reached = int(self._read("progress") or 0)
+        self._restarts = 1 if reached > self._furthest else self._restarts + 1
+        self._furthest = max(self._furthest, reached)
         why = why or "ranks have lost each other: " + next((known["reason"] for known in said.values()), "")
         if store is None or len(left) < self._request.least or not newest or self._restarts > _RESTARTS:
             return self._begin_again(why, lost, left)
