@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,15 @@ class Ground:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtypes", {name: parameter.dtype for name, parameter in self.named.items()})
         object.__setattr__(self, "strides", {name: parameter.stride() for name, parameter in self.named.items()})
+
+    @property
+    def facts(self) -> str:
+        """The model and the optimizer, as far as all ranks must have them alike."""
+        groups = [] if self.optimizer is None else [len(group["params"]) for group in self.optimizer.param_groups]
+        shapes = sorted((name, tuple(parameter.shape)) for name, parameter in self.named.items())
+        digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
+        kind = type(self.optimizer).__name__
+        return f"{len(shapes)} parameters ({digest}) in chunks of {self.setup.layout.chunk_numel}, {kind} over groups of {groups}"
 
     def parts(self, collectives: Collectives | None) -> Parts:
         """Parts without contents, for one process or for one rank of several. Nothing is done to the model. BudgetError, DeviceError: as `manage`."""

@@ -28,7 +28,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.resharding import Member, Resharding
 from patrickstar.core.trace import Phase, Touch
-from patrickstar.errors import Error, RankError, RankLost
+from patrickstar.errors import Error, RankError, RankLost, StateError
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.session.buffers import Kind
 from patrickstar.session.close import Closing
@@ -48,8 +48,8 @@ class Contents(NamedTuple):
 
 
 _NOTHING = Contents((), (), {}, None)
-_Built = tuple[Contents | None, bool]
-"""Facts that the first rank tells, and whether there is room for what is moved beside what there was."""
+_Built = tuple[Contents | None, bool, str]
+"""Facts that the first rank tells, whether there is room for what is moved beside what there was, and what must be alike."""
 
 
 class Resized(NamedTuple):
@@ -96,18 +96,21 @@ class Resizing:
         def build() -> _Built:
             nonlocal new
             new = self.ground.parts(collectives) if is_member else None
+            alike = f"torch {torch.__version__}, {self.ground.facts}"
             if old is None:
-                return None, True
+                return None, True, alike
             if new is not None:
                 _expect_fit(old, new)
             told = Contents(tuple(now.members), _units(old), dict(old.steps), tell()) if self.job.rank == 0 else None
-            return told, new is None or _fit_together(old, new)
+            return told, new is None or _fit_together(old, new), alike
 
         try:
             if old is not None:
                 _end_step(old)
             of_all = AllRanks(shared).tell(f"a resize to {generation.size} ranks", build)
-            contents, keeps = of_all[0][0], all(has_room for _, has_room in of_all)
+            if len(facts := sorted({alike for _, _, alike in of_all})) > 1:
+                raise StateError(f"a process that joins has another program: {' and '.join(facts)}")
+            contents, keeps = of_all[0][0], all(has_room for _, has_room, _ in of_all)
             assert contents is not None, "the first rank was there"
             moves = Resharding(contents.members, tuple(generation.members))
             moved_bytes, all_bytes = self._move(new, contents.units, moves, shared, keeps=keeps)

@@ -124,6 +124,8 @@ class StepsToDo:
             self._session.resizing.job.over()
 
     def _stop(self, *_: object) -> None:
+        if self._is_told_to_stop:
+            sys.exit(_TERMINATED)
         self._is_told_to_stop = True
         if os.getppid() != self._parent:  # nobody reads what is printed any more
             for stream in (1, 2):
