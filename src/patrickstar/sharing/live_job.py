@@ -68,11 +68,10 @@ class LiveJob:
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> LiveJob:
         """The job of what `record` has given, once its processes have ended."""
-        job = cls(
-            **{**record, "of": SharedJob(**record["of"]), "mark": (0, 0, None), "gpu_ids": (), "has_begun": False}
-        )
+        names = ("submit", "step", "attained", "ran", "largest", "start", "finish", "predicted", "resizes")
+        job = cls(SharedJob(**record["of"]), **{name: record[name] for name in names})
         job.measured = {int(size): found for size, found in record["measured"].items()}
-        job.state = "waiting" if job.finish is None else job.state
+        job.state = "waiting" if job.finish is None else record["state"]
         return job
 
     def record(self) -> dict[str, Any]:
