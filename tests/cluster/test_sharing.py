@@ -62,7 +62,7 @@ def test_what_is_wrong_in_a_file_is_named_with_its_line(
     assert not path.with_suffix(".share").exists()
 
 
-@pytest.mark.parametrize("policy", ["fifo", "srtf", "las", "optimus", "pollux", "ones", "soonest"])
+@pytest.mark.parametrize("policy", ["fifo", "las", "ones", "soonest"])
 def test_jobs_run_to_their_end_and_no_slot_is_given_twice(policy: str, tmp_path: Path) -> None:
     jobs = [job(f"j{n}", steps=30 + 17 * n % 40, max=1 + n % 4, submit=2 * n) for n in range(8)]
     jobs += [job("crash", submit=1), job("plain", run="plain", min=2), job("pinned", pinned=True, steps=40, max=2)]
