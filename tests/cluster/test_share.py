@@ -44,7 +44,7 @@ def write_jobs(path: Path, *jobs: dict[str, Any], gpus: int) -> Path:
 
 
 def weights(path: Path, names: Sequence[str]) -> list[set[str]]:
-    return [digests((path.with_suffix(".share") / f"{name}.out").read_text()) for name in names]
+    return [digests((path.with_suffix(".share") / name / "output").read_text()) for name in names]
 
 
 def processes_of(path: Path) -> list[int]:

@@ -162,7 +162,7 @@ def test_a_decision_that_cannot_be_carried_out_is_named(tmp_path: Path) -> None:
 
 def test_speeds_are_measured_between_steps_at_the_same_size() -> None:
     one = LiveJob(SharedJob(name="a", run="a", max=4, steps=1000), 0.0)
-    assert one.expected_step_seconds([one]) == pytest.approx((0.05, 0.95))
+    assert one.step_seconds([one]) == pytest.approx((0.05, 0.95))
     for now, size, step in [
         (0, 0, 0),
         (5, 1, 0),
@@ -180,11 +180,11 @@ def test_speeds_are_measured_between_steps_at_the_same_size() -> None:
     assert view.rest == pytest.approx(987 * 2.0)
     assert view.rest / view.speed.own_rates([2])[0] == pytest.approx(987 * 1.1)
     other = LiveJob(SharedJob(name="b", run="b", max=4), 0.0)
-    assert other.expected_step_seconds([one, other]) == pytest.approx((0.2, 1.8))
+    assert other.step_seconds([one, other]) == pytest.approx((0.2, 1.8))
     one.state = "done"
-    assert other.expected_rest([one, other]) == 13
+    assert other.rest([one, other]) == 13
     other.step = 40
-    assert other.expected_rest([one, other]) == 40
+    assert other.rest([one, other]) == 40
 
 
 def test_why_says_what_jobs_have_wait_for_and_would_gain(tmp_path: Path, capsys) -> None:

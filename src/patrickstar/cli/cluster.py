@@ -98,7 +98,7 @@ def share(jobs_file: Path, name: str, gpus: int | None, report: Path | None, res
     policy = find_policy(name)
     gpus, jobs = read_jobs(jobs_file, gpus=gpus)
     directory = SharingDirectory(jobs_file.with_suffix(".share"))
-    with directory.held(resume=resume) as lock:
+    with directory.held(resume=resume, say=click.echo) as lock:
         click.echo(f"{len(jobs)} jobs on {gpus} GPUs or slots, {name}; state and output in {directory.path}")
         dispatcher = Dispatcher(
             path=jobs_file,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -160,7 +160,7 @@ class Dispatcher:
             return
         job.resizes += bool(gpu_ids) and job.start is not None
         job.start = self.now if job.start is None else job.start
-        job.epochs_at_change = job.epochs(job.step + job.expected_rest([*self.jobs.values()]))
+        job.epochs_at_change = job.view([*self.jobs.values()]).epochs
         job.gpu_ids, job.largest = gpu_ids, max(job.largest, len(gpu_ids))
         event = {"event": "allocate", "t": self.now, "job": job.of.name, "gpus": list(gpu_ids)}
         self.directory.add({**event, "batch": 1.0, "hold": 0.0, "why": why})
@@ -212,10 +212,7 @@ class Dispatcher:
 
     def _write(self) -> None:
         every = [*self.jobs.values()]
-        told = [
-            {**job.record(), "rest": job.expected_rest(every), "per_step": job.expected_step_seconds(every)}
-            for job in every
-        ]
+        told = [{**asdict(job), "rest": job.rest(every), "per_step": job.step_seconds(every)} for job in every]
         self.directory.write({"now": self.now, "gpus": self.cluster.gpus, "jobs": told})
 
     def outcome(self) -> Outcome:

@@ -48,8 +48,9 @@ class ElasticRuns:
         self._runs: dict[str, _ElasticRun] = {}
 
     def start(self, job: SharedJob, gpu_ids: Ids) -> None:
-        """Starts a job, which goes on from its newest checkpoint if there is one. Output goes to NAME.out."""
+        """Starts a job, which goes on from its newest checkpoint if there is one. Output goes to its directory."""
         directory = self._path / job.name
+        directory.mkdir(mode=0o700, exist_ok=True)
         sizes = {"--min": job.min, "--max": job.max, "--size": len(gpu_ids), "--warm": 0}
         flags: dict[str, Any] = {
             **sizes,
@@ -58,7 +59,7 @@ class ElasticRuns:
             "--job-dir": directory,
         }
         words = [str(word) for flag in flags.items() for word in flag]
-        with directory.with_name(f"{job.name}.out").open("ab") as output:
+        with (directory / "output").open("ab") as output:
             process = subprocess.Popen(  # noqa: S603  (the program that the user gave)
                 [sys.executable, "-m", "patrickstar", "elastic", "run", *words, "--", *shlex.split(job.run)],
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": self._shown(gpu_ids)},

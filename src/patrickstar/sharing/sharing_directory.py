@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,29 +14,31 @@ from patrickstar.errors import ConfigError, StateError
 
 
 class SharingDirectory:
-    """A directory of mode 0700: `state.json`, `events.jsonl`, and the directory and output of each job."""
+    """A directory of mode 0700: `state.json`, `events.jsonl`, and a directory for each job."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @contextmanager
-    def held(self, *, resume: bool) -> Iterator[int]:
+    def held(self, *, resume: bool, say: Callable[[str], None]) -> Iterator[int]:
         """A context in which nobody else shares jobs here; gives a descriptor that holds it for the processes that inherit it, too.
 
         Raises:
-            ConfigError: there has been one, and `resume` is not given; or the other way round. StateError: another one is there.
+            ConfigError: `resume`, and nobody has shared jobs here, or the other way round. StateError: it is another user's.
         """
-        if resume and not self.path.exists():
-            raise ConfigError(f"--resume: there is no {self.path}; leave it out to begin")
-        if not resume and self.path.exists():
-            raise ConfigError(f"{self.path} is there already: --resume goes on with it; remove it to begin anew")
+        if resume != self.path.exists():
+            what = "is there already: --resume goes on with it; remove it to begin anew"
+            raise ConfigError(f"{self.path} {'is not there: leave --resume out to begin' if resume else what}")
         self.path.mkdir(mode=0o700, exist_ok=True)
         if self.path.stat().st_uid != os.getuid():
             raise StateError(f"{self.path} belongs to another user")
         lock = os.open(self.path, os.O_RDONLY)
         try:
-            # Jobs of one that was killed are saving, and then end: they have the lock as well.
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"waiting until what runs in {self.path} has ended")  # jobs of one that was killed are saving
+                fcntl.flock(lock, fcntl.LOCK_EX)
             yield lock
         finally:
             os.close(lock)
@@ -47,12 +49,12 @@ class SharingDirectory:
         aside.write_text(json.dumps(state))
         aside.replace(self.path / "state.json")
 
-    def read(self) -> dict[str, Any]:
-        """The state. ConfigError: no jobs are shared here."""
+    def read(self) -> Any:
+        """The state. ConfigError: there is none."""
         try:
-            return dict(json.loads((self.path / "state.json").read_text()))
-        except FileNotFoundError:
-            raise ConfigError(f"{self.path}: no jobs were shared here (there is no state.json)") from None
+            return json.loads((self.path / "state.json").read_text())
+        except OSError:
+            raise ConfigError(f"{self.path}: no jobs were shared here, as there is no state.json") from None
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Adds an event."""
@@ -61,5 +63,4 @@ class SharingDirectory:
 
     def events(self) -> tuple[dict[str, Any], ...]:
         """All events, in order of time."""
-        path = self.path / "events.jsonl"
-        return tuple(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else ()
+        return tuple(json.loads(line) for line in (self.path / "events.jsonl").read_text().splitlines())
