@@ -1,4 +1,4 @@
-"""The verb `cluster`: what a scheduling policy makes of a workload."""
+"""The verb `cluster`: what a scheduling policy makes of a workload, and of jobs that run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from patrickstar.errors import ConfigError
 @click.group()
 @flags.debug_option
 def cluster() -> None:
-    """Schedule elastic jobs: try policies on a workload."""
+    """Schedule elastic jobs: try policies on a workload, or run jobs that share GPUs."""
 
 
 @cluster.command()
@@ -75,6 +75,62 @@ def simulate(workload: Path, name: str, **given: Any) -> None:
     else:
         click.echo(f"{len(jobs)} jobs on {of.gpus} GPUs, simulated (JCT: from submission to end)")
         click.echo("\n".join(_columns([*table(told)])))
+
+
+@cluster.command()
+@click.argument("jobs_file", metavar="JOBS.yaml", type=click.Path(path_type=Path))
+@flags.whole_number("--gpus", says="GPUs of this machine, or its slots; the file's own by default.")
+@click.option("--policy", "name", metavar="NAME", default="soonest", show_default=True, help="As in `simulate`.")
+@flags.path("--report", "FILE.html", says="A page with pictures and tables.")
+@click.option("--resume", is_flag=True, help="Go on with what was ended or killed.")
+@flags.debug_option
+def share(jobs_file: Path, name: str, gpus: int | None, report: Path | None, resume: bool) -> int:
+    """Run jobs that share the GPUs of this machine. JOBS.yaml may be edited meanwhile; all else is in JOBS.share beside it."""
+    from patrickstar.cluster.figures import figures
+    from patrickstar.cluster.job_view import Cluster
+    from patrickstar.cluster.policies.catalogue import find_policy
+    from patrickstar.cluster.report import page
+    from patrickstar.sharing.dispatcher import Dispatcher
+    from patrickstar.sharing.elastic_runs import ElasticRuns
+    from patrickstar.sharing.jobs_file import read_jobs
+    from patrickstar.sharing.sharing_directory import SharingDirectory
+
+    policy = find_policy(name)
+    gpus, jobs = read_jobs(jobs_file, gpus=gpus)
+    directory = SharingDirectory(jobs_file.with_suffix(".share"))
+    with directory.held(resume=resume, say=click.echo) as lock:
+        click.echo(f"{len(jobs)} jobs on {gpus} GPUs or slots, {name}; state and output in {directory.path}")
+        dispatcher = Dispatcher(
+            path=jobs_file,
+            policy=policy,
+            cluster=Cluster(gpus=gpus, gpus_per_node=gpus, start_s=10.0),
+            executor=ElasticRuns(directory.path, gpus=gpus, lock=lock),
+            directory=directory,
+            say=click.echo,
+        )
+        dispatcher.run(jobs, resume=resume)
+    rows: list[tuple[str, ...]] = [("job", "state", "submitted", "started", "predicted end", "end", "resizes")]
+    for key, job in dispatcher.jobs.items():
+        times = (job.submit, job.start, job.predicted, job.finish)
+        rows.append((key, job.state, *("-" if t is None else f"{t:.1f} s" for t in times), str(job.resizes)))
+    click.echo("\n".join(_columns(rows)))
+    outcome = dispatcher.outcome()
+    if report and outcome.jobs:
+        told = [figures(outcome, policy=name, seed=0)]
+        report.write_text(page({name: outcome}, told, is_simulated=False), encoding="utf-8")
+    return int(any(job.state == "failed" for job in dispatcher.jobs.values()))
+
+
+@cluster.command()
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("job", required=False)
+@flags.debug_option
+def why(directory: Path, job: str | None) -> None:
+    """Say what each job that is shared in DIR has, waits for, and would gain by one GPU more."""
+    from patrickstar.sharing.explanation import explain
+    from patrickstar.sharing.sharing_directory import SharingDirectory
+
+    click.echo("\n".join(explain(SharingDirectory(directory).read(), job)))
 
 
 @cluster.command()

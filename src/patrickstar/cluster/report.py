@@ -20,13 +20,15 @@ tr:first-child{font-weight:bold}svg{display:block;margin:.4em 0;background:#fafa
 COLOURS: Final = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2")
 
 
-def page(outcomes: Mapping[str, Outcome], told: Sequence[Mapping[str, Any]]) -> str:
+def page(outcomes: Mapping[str, Outcome], told: Sequence[Mapping[str, Any]], *, is_simulated: bool = True) -> str:
     """The page, of outcomes by policy and the figures of each in the same order."""
     some = next(iter(outcomes.values()))
+    costs = f"{some.cluster.start_s:g} s a start, {some.cluster.resize_s:g} s a resize"
+    how = f"Simulated, seed {told[0]['seed']}: {costs}." if is_simulated else "Jobs that ran, as they were measured."
     parts = [
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Simulated scheduling</title>',
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Scheduling</title>',
         f"<style>{STYLE}</style></head><body><h1>{len(some.jobs)} jobs on {some.cluster.gpus} GPUs</h1>",
-        f"<p>Simulated, seed {told[0]['seed']}: {some.cluster.start_s:g} s a start, {some.cluster.resize_s:g} s a resize.</p>",
+        f"<p>{how}</p>",
         "<table>",
         *(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in table(told)),
         "</table><h2>Times of jobs, from submission to end</h2>",

@@ -16,9 +16,9 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from patrickstar.cluster.decision import decide, refusal
 from patrickstar.cluster.job_view import Allocation, Cluster, Ids, JobView, Policy
 from patrickstar.cluster.workload import Submission
-from patrickstar.errors import Error
 
 Event = dict[str, Any]
 Key = TypeVar("Key")
@@ -26,10 +26,6 @@ DONE: Final = "done"
 """Why a job that has ended holds nothing."""
 PATIENCE: Final = 10_000
 """Decisions in a row that may give nothing to anybody."""
-
-
-class PolicyError(Error):
-    """A decision that cannot be carried out, or a policy that raised: which one, at what moment."""
 
 
 @dataclass(slots=True, eq=False)
@@ -188,7 +184,8 @@ class _World:
                 self._decide(active, now)
                 idle = 0 if coming or any(job.allocation for job in active) else idle + 1
                 if idle == PATIENCE:
-                    raise self._refusal(now, f"{idle} decisions in a row gave nothing to {len(active)} jobs that wait")
+                    what = f"{idle} decisions in a row gave nothing to {len(active)} jobs that wait"
+                    raise refusal(self.policy, len(self.seconds) + 1, now, what)
         return Outcome(self.cluster, tuple(self.jobs), tuple(self.events), tuple(self.seconds))
 
     def _decide(self, active: Sequence[SimulatedJob], now: float) -> None:
@@ -196,14 +193,10 @@ class _World:
             if now > job.at:
                 job.advance(now)
         views = tuple(job.view() for job in active)
-        began = self.clock()
-        try:
-            found, self.state = self.policy(views, self.cluster, now, self.state, self.rng)
-            found = dict(found)
-        except Exception as error:
-            raise self._refusal(now, f"it raised {type(error).__name__}: {error}") from error
+        began, number = self.clock(), len(self.seconds) + 1
+        given: dict[str, Any] = {"now": now, "state": self.state, "rng": self.rng, "number": number}
+        found, self.state = decide(self.policy, views, self.cluster, **given)
         took = self.clock() - began
-        self._check(found, active, now)
         self.seconds.append(took)
         if hasattr(self.state, "event"):
             self.events.append({"event": "generation", "t": now, **self.state.event()})
@@ -241,30 +234,6 @@ class _World:
     def _tell(self, job: SimulatedJob, now: float, new: Allocation, *, hold: float) -> None:
         what = {"event": "allocate", "t": now, "job": job.submission.name, "gpus": list(new.gpu_ids)}
         self.events.append({**what, "batch": new.batch, "hold": hold, "why": new.why})
-
-    def _check(self, found: Mapping[str, Allocation], active: Sequence[SimulatedJob], now: float) -> None:
-        by_name = {job.submission.name: job for job in active}
-        owner: dict[int, str] = {}
-        for name, new in found.items():
-            if name not in by_name:
-                raise self._refusal(now, f"it gives GPUs to {name!r}, which is not there or has ended")
-            of, n = by_name[name].submission, len(new.gpu_ids)
-            for gpu in new.gpu_ids:
-                if not 0 <= gpu < self.cluster.gpus:
-                    raise self._refusal(now, f"it gives GPU {gpu} to {name!r}; there are 0 to {self.cluster.gpus - 1}")
-                if gpu in owner:
-                    raise self._refusal(now, f"it gives GPU {gpu} to {owner[gpu]!r} and to {name!r}")
-                owner[gpu] = name
-            if n and not of.min_gpus <= n <= of.max_gpus:
-                raise self._refusal(now, f"it gives {n} GPUs to {name!r}, which takes {of.min_gpus} to {of.max_gpus}")
-            least, most = of.course.at(by_name[name].done).batches()
-            if n and not least * (1 - 1e-9) <= new.batch <= most * (1 + 1e-9):
-                what = f"{new.batch:g} times its batch, which may be {least:g} to {most:g}"
-                raise self._refusal(now, f"it gives {name!r} {what}")
-
-    def _refusal(self, now: float, what: str) -> PolicyError:
-        name = getattr(self.policy, "__name__", type(self.policy).__name__)
-        return PolicyError(f"decision {len(self.seconds) + 1} of policy {name}, at {now:g} s: {what}")
 
 
 def in_order_of_giving(wanted: Mapping[Key, Ids], holds: Mapping[Key, Ids]) -> list[tuple[Key, Ids]]:

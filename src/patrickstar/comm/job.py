@@ -150,15 +150,15 @@ class ElasticJob:
             return None
         want = json.loads(self._store.get("want"))
         missing = want["size"] - self.now.size
-        waiting = self._waiting() if missing > 0 else {}
+        there = waiting(self._store) if missing > 0 else {}
         self._news = news
-        if missing == 0 or missing > len(waiting):
+        if missing == 0 or missing > len(there):
             return None  # another comes, which is news
-        members = order_of_least_movement(self.now.members, want["size"], list(waiting))
+        members = order_of_least_movement(self.now.members, want["size"], list(there))
         made = Generation(self.now.number + 1, members, reaches, want["why"])
         write_generation(self._store, made)
-        for member in set(members) & waiting.keys():
-            self._store.set(f"call/{waiting[member]}", str(made.number))
+        for member in set(members) & there.keys():
+            self._store.set(f"call/{there[member]}", str(made.number))
         return made
 
     def survived(self, reason: str) -> Generation | None:
@@ -171,17 +171,6 @@ class ElasticJob:
         self._next = None
         found = self._store.get(f"recovery/{loss}").decode()
         return read_generation(self._store.get(f"generation/{found}")) if found != "none" else None
-
-    def _waiting(self) -> Mapping[Member, int]:
-        """Processes that wait, each with the number of its arrival, in the order of these."""
-        numbers = range(1, self._store.add("arrivals", 0) + 1)
-        there = [number for number in numbers if self._store.check([f"arrival/{number}"])]
-        known = {
-            int(self._store.get(f"arrival/{number}")): number
-            for number in there
-            if not self._store.check([f"call/{number}"])
-        }
-        return {member: number for member, number in known.items() if not self._store.check([f"gone/{member}"])}
 
     def wait(self) -> Generation | None:
         """The next generation that this process is in, which it waits for; None where the job ends without it."""
@@ -216,6 +205,14 @@ def ask(store: dist.Store, size: int, why: str) -> None:
     """Asks a job for another number of ranks. `store`: with the job's prefix."""
     store.set("want", json.dumps({"size": size, "why": why}))
     store.add("news", 1)
+
+
+def waiting(store: dist.Store) -> Mapping[Member, int]:
+    """Processes that wait, each with the number of its arrival, in the order of these. `store`: with the job's prefix."""
+    numbers = range(1, store.add("arrivals", 0) + 1)
+    there = [number for number in numbers if store.check([f"arrival/{number}"])]
+    known = {int(store.get(f"arrival/{number}")): number for number in there if not store.check([f"call/{number}"])}
+    return {member: number for member, number in known.items() if not store.check([f"gone/{member}"])}
 
 
 def write_generation(store: dist.Store, generation: Generation) -> None:

@@ -28,7 +28,7 @@ class RankProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            preexec_fn=_end_with_supervisor,  # noqa: PLW1509  (one call of the system)
+            preexec_fn=end_with_parent,  # noqa: PLW1509  (one call of the system)
         )
         self._stopped_at: float | None = None
         streams = (self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)
@@ -70,7 +70,8 @@ class RankProcess:
             self._process.send_signal(number)
 
 
-def _end_with_supervisor() -> None:
+def end_with_parent() -> None:
+    """Has a process that is about to begin be told to end when the one that has started it does."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
 

@@ -30,6 +30,7 @@ from patrickstar.comm.job import (
     Generation,
     ask,
     read_generation,
+    waiting,
     write_generation,
 )
 from patrickstar.elastic.job_directory import JobDirectory
@@ -76,6 +77,7 @@ class Supervisor:
         self._ends_at = math.inf
         self._restarts, self._furthest = 0, -1
         self._unanswered_at: float | None = None
+        self._devices: Mapping[str, str] = {}  # that a process is shown, where it has been said
 
     def run(self) -> int:
         """The exit status of the job, when all of its processes have ended."""
@@ -114,6 +116,7 @@ class Supervisor:
 
     def _carry_out(self, order: Any) -> Mapping[str, Any]:
         if order["do"] == "resize":
+            self._devices = {"CUDA_VISIBLE_DEVICES": order["gpus"]} if "gpus" in order else self._devices
             size = int(order["size"])
             if not self._request.least <= size <= self._request.most:
                 return {"error": f"{size} ranks: this job has {self._request.least} to {self._request.most}"}
@@ -125,6 +128,8 @@ class Supervisor:
             "min": self._request.least,
             "max": self._request.most,
             "step": int(self._read("progress") or 0),
+            "has_begun": self._read("progress") is not None,
+            "slots": [process.slot for process in self._processes.values()],
             "ranks": [
                 {"rank": rank, "pid": self._processes[member].pid}
                 for rank, member in enumerate(generation.members if generation is not None else ())
@@ -172,15 +177,15 @@ class Supervisor:
 
     def _fill(self, size: int) -> None:
         """Starts processes until there are as many as ranks and warm ones together."""
-        wanted = min(self._request.most, max(size, self._request.size) + self._request.warm)
-        while len(self._processes) < max(wanted, size) and self._ends_with is None:
+        wanted = min(self._request.most, size + self._request.warm)
+        while len(self._processes) < wanted and self._ends_with is None:
             slot = next(
                 slot
                 for slot in range(len(self._processes) + 1)
                 if slot not in {one.slot for one in self._processes.values()}
             )
             self._processes[self._next_member] = RankProcess(
-                self._request.command, self._next_member, slot, self._environment
+                self._request.command, self._next_member, slot, {**self._environment, **self._devices}
             )
             self._next_member += 1
 
@@ -202,6 +207,7 @@ class Supervisor:
             for process in self._processes.values():
                 process.signal(signal.SIGKILL)
         self._follow_program()
+        self._dismiss()
         return None
 
     def _ended(self, member: int, status: int) -> None:
@@ -219,6 +225,18 @@ class Supervisor:
         if want is not None and (size := json.loads(want)["size"]) != self._want:
             self._want = size
             self._fill(size)
+
+    def _dismiss(self) -> None:
+        """Ends processes that wait, where there are more than are to: what they hold is for others."""
+        store, generation = self._job(), self._generation()
+        if store is None or generation is None or generation.size != self._want:
+            return
+        if len(self._processes) <= self._want + self._request.warm:
+            return
+        for member in [*waiting(store)][self._request.warm :]:
+            if member in self._processes:
+                store.set(f"gone/{member}", "1")
+                self._processes.pop(member).signal(signal.SIGKILL)
 
     # losses
 

@@ -1,0 +1,227 @@
+"""The loop over jobs that run: looks how each stands, asks a policy, and carries out what it has decided.
+
+(1) No GPU is given out before all processes of the job that had it have ended or given it back.
+(2) A job that does not train in steps that can be resized keeps its GPUs until it ends; so does one that has not come to its first step yet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from patrickstar.cluster.decision import decide
+from patrickstar.cluster.job_view import Cluster, Ids, Policy
+from patrickstar.cluster.simulation import DONE, Outcome, SimulatedJob
+from patrickstar.cluster.workload import Steady, Submission
+from patrickstar.errors import ConfigError
+from patrickstar.sharing.jobs_file import SharedJob, read_jobs
+from patrickstar.sharing.live_job import LiveJob, Standing
+from patrickstar.sharing.sharing_directory import SharingDirectory
+
+POLL_S: Final = 0.25
+TICK_S: Final = 30.0
+"""Seconds between two decisions where nothing else happens."""
+STOPPED: Final = 143
+"""The exit status of a job that was told to stop and has saved."""
+
+
+class Executor(Protocol):
+    """Whoever has processes run for jobs. A resize takes effect after a while, as does a stop: `status` says what is so."""
+
+    def start(self, job: SharedJob, gpu_ids: Ids) -> None: ...
+    def resize(self, name: str, gpu_ids: Ids, *, why: str) -> None:
+        """Has a job go on with as many ranks as GPUs: on these, or where it is to have fewer, on which of its own it likes."""
+
+    def stop(self, name: str) -> None: ...
+    def status(self, name: str) -> Standing: ...
+    def close(self) -> None:
+        """Stops all jobs, and waits until they have ended."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Dispatcher:
+    """Jobs of a file on the GPUs of a machine, until all have ended. `say` is given a line for each change, with its reason."""
+
+    path: Path
+    policy: Policy
+    cluster: Cluster
+    executor: Executor
+    directory: SharingDirectory
+    say: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    wait: Callable[[float], None] = time.sleep
+
+    jobs: dict[str, LiveJob] = field(default_factory=dict)
+    now: float = 0.0
+    state: Any = None
+    decisions: int = 0
+    decided: frozenset[tuple[str, bool]] = frozenset()
+    """What the last decision was about: jobs that are there, and which of them can be changed."""
+    next_tick: float = 0.0
+    stamp: tuple[int, int] = (0, 0)
+
+    def run(self, jobs: tuple[SharedJob, ...], *, resume: bool = False) -> None:
+        """Runs these jobs, which the file has now, and those that come to be in it. PolicyError: as a simulation."""
+        if resume:
+            before = self.directory.read()
+            self.now = before["now"]
+            self.jobs = {record["of"]["name"]: LiveJob.of_record(record) for record in before["jobs"]}
+        self.stamp = self._stamp()
+        self._submit(jobs)
+        began = self.clock() - self.now
+        try:
+            while self._turn(self.clock() - began):
+                self.wait(POLL_S)
+        finally:
+            self.executor.close()
+
+    def _turn(self, now: float) -> bool:
+        """Does what there is to do; gives whether some job has not ended."""
+        passed, self.now = now - self.now, now
+        self._reread()
+        for job in self.jobs.values():
+            if job.gpu_ids:
+                self._look(job, passed)
+        active = [job for job in self.jobs.values() if job.finish is None and job.submit <= now]
+        active.sort(key=lambda job: job.submit)
+        there = frozenset((job.of.name, job.has_begun) for job in active)
+        if active and (there != self.decided or now >= self.next_tick):
+            self.decided, self.next_tick = there, now + TICK_S
+            self._decide(active)
+        self._carry_out(active)
+        self._write()
+        return any(job.finish is None for job in self.jobs.values())
+
+    # the file
+
+    def _stamp(self) -> tuple[int, int]:
+        try:
+            found = self.path.stat()
+        except OSError:  # an editor may be about to put another in its place
+            return self.stamp
+        return found.st_mtime_ns, found.st_size
+
+    def _reread(self) -> None:
+        if self.stamp == (stamp := self._stamp()):
+            return
+        self.stamp = stamp
+        try:
+            _, jobs = read_jobs(self.path, gpus=self.cluster.gpus)
+        except ConfigError as error:
+            self.say(f"{error}; jobs stay as they were")
+        else:
+            self._submit(jobs)
+
+    def _submit(self, jobs: tuple[SharedJob, ...]) -> None:
+        """Takes up new jobs, drops those that are not there any more and have not started, and of others what does not concern their processes."""
+        for name in [
+            name for name, job in self.jobs.items() if job.start is None and name not in {one.name for one in jobs}
+        ]:
+            self.say(f"{self.now:8.1f} s  {name}: not in {self.path} any more, dropped")
+            del self.jobs[name]
+        for new in jobs:
+            job = self.jobs.setdefault(new.name, LiveJob(new, max(new.submit, self.now)))
+            if job.start is None:
+                job.of, job.submit = new, max(new.submit, min(job.submit, self.now))
+            else:
+                job.of = replace(job.of, steps=new.steps, priority=new.priority, user=new.user)
+        self.decided = frozenset()
+
+    # jobs
+
+    def _look(self, job: LiveJob, passed: float) -> None:
+        job.attained += passed * len(job.gpu_ids)
+        job.ran += passed
+        standing = self.executor.status(job.of.name)
+        if standing.exit_status is None:
+            job.take(standing, self.now)
+            self._holds(job, standing.gpu_ids, job.why)
+            if job.predicted is None and job.measured and standing.size:
+                view = job.view([*self.jobs.values()])
+                job.predicted = self.now + view.rest / view.speed.own_rates([standing.size]).item()
+            return
+        stopped = job.state == "stopping" and standing.exit_status == STOPPED
+        job.state = "waiting" if stopped else "failed" if standing.exit_status else "done"
+        job.has_begun = False
+        if not stopped:
+            job.finish = self.now
+            how = f"failed with exit status {standing.exit_status}" if standing.exit_status else "has ended"
+            self.say(f"{self.now:8.1f} s  {job.of.name}: {how}")
+        self._holds(job, (), job.why if stopped else DONE)
+
+    def _holds(self, job: LiveJob, gpu_ids: Ids, why: str) -> None:
+        """Notes what a job holds from now on."""
+        if gpu_ids == job.gpu_ids:
+            return
+        job.resizes += bool(gpu_ids) and job.start is not None
+        job.start = self.now if job.start is None else job.start
+        job.epochs_at_change = job.view([*self.jobs.values()]).epochs
+        job.gpu_ids, job.largest = gpu_ids, max(job.largest, len(gpu_ids))
+        event = {"event": "allocate", "t": self.now, "job": job.of.name, "gpus": list(gpu_ids)}
+        self.directory.add({**event, "batch": 1.0, "hold": 0.0, "why": why})
+
+    # decisions
+
+    def _decide(self, active: list[LiveJob]) -> None:
+        views = [job.view([*self.jobs.values()]) for job in active]
+        self.decisions += 1
+        given: dict[str, Any] = {"now": self.now, "state": self.state, "number": self.decisions}
+        rng = np.random.default_rng(self.decisions)
+        found, self.state = decide(self.policy, views, self.cluster, rng=rng, **given)
+        for job, view in zip(active, views, strict=True):
+            new = found.get(view.name)
+            job.target = len(view.gpu_ids) if view.pinned else len(new.gpu_ids) if new else 0
+            job.why = new.why if new else "others come first"
+            job.is_ordered = False
+
+    def _carry_out(self, active: list[LiveJob]) -> None:
+        """Orders what has been decided and can be now: GPUs are given back first, and given out when they are free."""
+        for job in active:
+            if job.can_change and not job.is_ordered and job.target < len(job.gpu_ids):
+                self._tell(job)
+                if job.target:
+                    self.executor.resize(job.of.name, job.gpu_ids[: job.target], why=job.why)
+                else:
+                    job.state = "stopping"
+                    self.executor.stop(job.of.name)
+        held = {gpu for job in self.jobs.values() for gpu in job.gpu_ids}
+        free = [gpu for gpu in range(self.cluster.gpus) if gpu not in held]
+        for job in active:
+            missing = job.target - len(job.gpu_ids)
+            if not 0 < missing <= len(free) or job.is_ordered or not (job.can_change or job.state == "waiting"):
+                continue
+            self._tell(job)
+            gpu_ids, free = tuple(sorted((*job.gpu_ids, *free[:missing]))), free[missing:]
+            if job.state == "waiting":
+                job.state = "running"
+                self.executor.start(job.of, gpu_ids)
+            else:
+                self.executor.resize(job.of.name, gpu_ids, why=job.why)
+            self._holds(job, gpu_ids, job.why)
+
+    def _tell(self, job: LiveJob) -> None:
+        job.is_ordered = True
+        self.say(f"{self.now:8.1f} s  {job.of.name}: {len(job.gpu_ids)} -> {job.target} GPUs: {job.why}")
+
+    # how it stands
+
+    def _write(self) -> None:
+        every = [*self.jobs.values()]
+        told = [{**asdict(job), "rest": job.rest(every), "per_step": job.step_seconds(every)} for job in every]
+        self.directory.write({"now": self.now, "gpus": self.cluster.gpus, "jobs": told})
+
+    def outcome(self) -> Outcome:
+        """Jobs that have started and ended, as those of a simulation are told of."""
+        found = []
+        for job in self.jobs.values():
+            if job.start is not None and job.finish is not None:
+                of, course = job.of, Steady(job.view([*self.jobs.values()]).speed, 10)  # type: ignore[arg-type]  # ours
+                known = Submission(name=of.name, submit=job.submit, gpus=of.max, max_gpus=of.max, course=course)
+                so_far = {name: getattr(job, name) for name in ("start", "finish", "resizes", "attained", "ran")}
+                found.append(SimulatedJob(known, 0.0, 1.0, **so_far))
+        return Outcome(self.cluster, tuple(found), self.directory.events(), (0.0,))
