@@ -23,7 +23,7 @@ MEMORY: Mapping[str, Mapping[str, Any]] = {
     "roomy": {"host_memory": "1GiB"},
     "clipped": {"host_memory": "1GiB", "max_grad_norm": 0.05},
     "bf16": {"host_memory": "1GiB", "precision": "bf16"},
-    "disk": {"host_memory": "2900KiB", "disk_memory": "64MiB"},
+    "disk": {"host_memory": "3000KiB", "disk_memory": "64MiB"},
     "emulated": {"host_memory": "64MiB", "device": "emulated", "device_memory": "760KiB", "max_grad_norm": 0.05},
 }
 
@@ -76,6 +76,11 @@ def test_a_fixed_size_has_the_bits_of_one(size: int, parts: int, team_of: Teams)
     runs = run_job(team_of, Plan(begins=size, least=size, most=size, parts=parts))
     expect_run(fixed_one(team_of, parts, Plan().samples), runs)
     assert [set(run.sizes) for run in runs] == [{size}] * size + [set()] * (MOST - size)
+
+
+def test_a_size_that_is_asked_for_at_the_end_calls_nobody(team_of: Teams) -> None:
+    plan = Plan(sizes={0: 2, 2: 3, 3: 4}, parts=6, samples=7)
+    expect_run(fixed_one(team_of, plan.parts, plan.samples), run_job(team_of, plan))
 
 
 plans = st.builds(

@@ -125,11 +125,11 @@ class ElasticJob:
             raise ConfigError(f"resize({size}): this job has {self.least} to {self.most} ranks")
         ask(self._store, size, why)
 
-    def next(self, step: int) -> Generation | None:
-        """The generation that begins with this step, if one does. Asked once before each step, by all ranks."""
+    def next(self, step: int, total: int) -> Generation | None:
+        """The generation that begins with this step, of so many in all, if one does. Asked once before each step, by all ranks."""
         number = self.now.number + 1
         if self._next is None and self.rank == 0:
-            self._next = self._decided(step)
+            self._next = self._decided(step, total)
             if time.monotonic() > self._tells_s:
                 self._store.set("progress", str(step))
                 self._tells_s = time.monotonic() + _TELLS_S
@@ -140,13 +140,13 @@ class ElasticJob:
         found, self._next = self._next, None
         return found
 
-    def _decided(self, step: int) -> Generation | None:
+    def _decided(self, step: int, total: int) -> Generation | None:
         """The generation that rank 0 has come next, where one has been asked for and can be."""
         reaches = step + (self.now.size > 1)
         for at in sorted(at for at in self._planned if at <= reaches):
             ask(self._store, self._planned.pop(at), "planned")
         news = self._store.add("news", 0)
-        if news == self._news or not self._store.check(["want"]):
+        if news == self._news or reaches >= total or not self._store.check(["want"]):
             return None
         want = json.loads(self._store.get("want"))
         missing = want["size"] - self.now.size

@@ -136,7 +136,7 @@ class StepsToDo:
     def _change(self, resizing: Resizing) -> None:
         """Has the ranks be those that are to do the next step, which this process waits for where it is none of them."""
         if self._session.is_member and self.step < self._draws.total:
-            generation = resizing.job.next(self.step)
+            generation = resizing.job.next(self.step, self._draws.total)
             if generation is not None:
                 self._resize(resizing, generation)
         while not self._session.is_member:
