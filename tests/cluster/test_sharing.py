@@ -67,7 +67,7 @@ def test_jobs_run_to_their_end_and_no_slot_is_given_twice(policy: str, tmp_path:
     jobs = [job(f"j{n}", steps=30 + 17 * n % 40, max=1 + n % 4, submit=2 * n) for n in range(8)]
     jobs += [job("crash", submit=1), job("plain", run="plain", min=2), job("pinned", pinned=True, steps=40, max=2)]
     made, told = dispatcher(write_jobs(tmp_path / "JOBS.yaml", *jobs), policy)
-    made.run(read_jobs(made.path)[1])
+    made.run()
     executor = made.executor
     assert isinstance(executor, FakeExecutor)
     assert executor.closed
@@ -91,7 +91,7 @@ def test_jobs_grow_shrink_and_are_stopped_for_shorter_ones(tmp_path: Path) -> No
         job("wide", steps=60, submit=40, min=4, max=4),
     ]
     made, told = dispatcher(write_jobs(tmp_path / "JOBS.yaml", *jobs))
-    made.run(read_jobs(made.path)[1])
+    made.run()
     assert isinstance(made.executor, FakeExecutor)
     assert made.executor.seen["long"][0] == 4
     assert 0 in made.executor.seen["long"]
@@ -118,7 +118,7 @@ def test_an_edited_file_brings_jobs_and_drops_those_that_have_not_started(tmp_pa
         executor.wait(seconds)
 
     made.wait = wait
-    made.run(read_jobs(path)[1])
+    made.run()
     assert {name: one.state for name, one in made.jobs.items()} == {"a": "done", "c": "done"}
     assert made.jobs["c"].submit == pytest.approx(20.25)
     assert made.jobs["a"].of == SharedJob(name="a", run="elastic", max=1, steps=60)
@@ -139,10 +139,10 @@ def test_one_that_was_killed_is_resumed(tmp_path: Path) -> None:
 
     made.wait = wait
     with pytest.raises(KeyboardInterrupt):
-        made.run(read_jobs(path)[1])
+        made.run()
     assert first.closed
     again, _ = dispatcher(path, executor=FakeExecutor(2, steps=first.steps))
-    again.run(read_jobs(path)[1], resume=True)
+    again.run(resume=True)
     assert {one.state for one in again.jobs.values()} == {"done"}
     assert again.jobs["a"].finish == made.jobs["a"].finish is not None
     assert "a" not in again.executor.seen  # type: ignore[attr-defined]
@@ -156,7 +156,7 @@ def test_a_decision_that_cannot_be_carried_out_is_named(tmp_path: Path) -> None:
 
     made, _ = dispatcher(write_jobs(tmp_path / "JOBS.yaml", job("a"), job("b")), twice)
     with pytest.raises(PolicyError, match="decision 1 of policy twice, at 0 s: it gives GPU 0 to 'a' and to 'b'"):
-        made.run(read_jobs(made.path)[1])
+        made.run()
     assert made.executor.closed  # type: ignore[attr-defined]
 
 
@@ -206,7 +206,7 @@ def test_why_says_what_jobs_have_wait_for_and_would_gain(tmp_path: Path, capsys)
 
     made.wait = wait
     with pytest.raises(KeyboardInterrupt):
-        made.run(read_jobs(path)[1])
+        made.run()
     told = [*explain(made.directory.read())]
     assert told[0].startswith("a: 2 GPUs (0, 1; submitted at 0 s, as asked), at step 34 of 200, ends in 8")
     assert told[0].endswith("; it has its max")

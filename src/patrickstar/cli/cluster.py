@@ -108,7 +108,7 @@ def share(jobs_file: Path, name: str, gpus: int | None, report: Path | None, res
             directory=directory,
             say=click.echo,
         )
-        dispatcher.run(jobs, resume=resume)
+        dispatcher.run(resume=resume)
     rows: list[tuple[str, ...]] = [("job", "state", "submitted", "started", "predicted end", "end", "resizes")]
     for key, job in dispatcher.jobs.items():
         times = (job.submit, job.start, job.predicted, job.finish)

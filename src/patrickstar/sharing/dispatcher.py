@@ -65,14 +65,12 @@ class Dispatcher:
     next_tick: float = 0.0
     stamp: tuple[int, int] = (0, 0)
 
-    def run(self, jobs: tuple[SharedJob, ...], *, resume: bool = False) -> None:
-        """Runs these jobs, which the file has now, and those that come to be in it. PolicyError: as a simulation."""
+    def run(self, *, resume: bool = False) -> None:
+        """Runs the jobs of the file, and those that come to be in it. PolicyError: as a simulation."""
         if resume:
             before = self.directory.read()
             self.now = before["now"]
             self.jobs = {record["of"]["name"]: LiveJob.of_record(record) for record in before["jobs"]}
-        self.stamp = self._stamp()
-        self._submit(jobs)
         began = self.clock() - self.now
         try:
             while self._turn(self.clock() - began):
@@ -99,30 +97,24 @@ class Dispatcher:
 
     # the file
 
-    def _stamp(self) -> tuple[int, int]:
+    def _reread(self) -> None:
         try:
             found = self.path.stat()
         except OSError:  # an editor may be about to put another in its place
-            return self.stamp
-        return found.st_mtime_ns, found.st_size
-
-    def _reread(self) -> None:
-        if self.stamp == (stamp := self._stamp()):
             return
-        self.stamp = stamp
+        before, self.stamp = self.stamp, (found.st_mtime_ns, found.st_size)
+        if before == self.stamp:
+            return
         try:
-            _, jobs = read_jobs(self.path, gpus=self.cluster.gpus)
+            self._submit(read_jobs(self.path, gpus=self.cluster.gpus)[1])
         except ConfigError as error:
             self.say(f"{error}; jobs stay as they were")
-        else:
-            self._submit(jobs)
 
     def _submit(self, jobs: tuple[SharedJob, ...]) -> None:
         """Takes up new jobs, drops those that are not there any more and have not started, and of others what does not concern their processes."""
-        for name in [
-            name for name, job in self.jobs.items() if job.start is None and name not in {one.name for one in jobs}
-        ]:
-            self.say(f"{self.now:8.1f} s  {name}: not in {self.path} any more, dropped")
+        names = {job.name for job in jobs}
+        for name in [name for name, job in self.jobs.items() if job.start is None and name not in names]:
+            self._tell(name, f"not in {self.path} any more, dropped")
             del self.jobs[name]
         for new in jobs:
             job = self.jobs.setdefault(new.name, LiveJob(new, max(new.submit, self.now)))
@@ -142,7 +134,7 @@ class Dispatcher:
             job.take(standing, self.now)
             self._holds(job, standing.gpu_ids, job.why)
             if job.predicted is None and job.measured and standing.size:
-                view = job.view([*self.jobs.values()])
+                view = job.view(self.jobs.values())
                 job.predicted = self.now + view.rest / view.speed.own_rates([standing.size]).item()
             return
         stopped = job.state == "stopping" and standing.exit_status == STOPPED
@@ -151,7 +143,7 @@ class Dispatcher:
         if not stopped:
             job.finish = self.now
             how = f"failed with exit status {standing.exit_status}" if standing.exit_status else "has ended"
-            self.say(f"{self.now:8.1f} s  {job.of.name}: {how}")
+            self._tell(job.of.name, how)
         self._holds(job, (), job.why if stopped else DONE)
 
     def _holds(self, job: LiveJob, gpu_ids: Ids, why: str) -> None:
@@ -160,7 +152,7 @@ class Dispatcher:
             return
         job.resizes += bool(gpu_ids) and job.start is not None
         job.start = self.now if job.start is None else job.start
-        job.epochs_at_change = job.view([*self.jobs.values()]).epochs
+        job.epochs_at_change = job.view(self.jobs.values()).epochs
         job.gpu_ids, job.largest = gpu_ids, max(job.largest, len(gpu_ids))
         event = {"event": "allocate", "t": self.now, "job": job.of.name, "gpus": list(gpu_ids)}
         self.directory.add({**event, "batch": 1.0, "hold": 0.0, "why": why})
@@ -168,7 +160,7 @@ class Dispatcher:
     # decisions
 
     def _decide(self, active: list[LiveJob]) -> None:
-        views = [job.view([*self.jobs.values()]) for job in active]
+        views = [job.view(self.jobs.values()) for job in active]
         self.decisions += 1
         given: dict[str, Any] = {"now": self.now, "state": self.state, "number": self.decisions}
         rng = np.random.default_rng(self.decisions)
@@ -183,7 +175,7 @@ class Dispatcher:
         """Orders what has been decided and can be now: GPUs are given back first, and given out when they are free."""
         for job in active:
             if job.can_change and not job.is_ordered and job.target < len(job.gpu_ids):
-                self._tell(job)
+                self._order(job)
                 if job.target:
                     self.executor.resize(job.of.name, job.gpu_ids[: job.target], why=job.why)
                 else:
@@ -195,7 +187,7 @@ class Dispatcher:
             missing = job.target - len(job.gpu_ids)
             if not 0 < missing <= len(free) or job.is_ordered or not (job.can_change or job.state == "waiting"):
                 continue
-            self._tell(job)
+            self._order(job)
             gpu_ids, free = tuple(sorted((*job.gpu_ids, *free[:missing]))), free[missing:]
             if job.state == "waiting":
                 job.state = "running"
@@ -204,14 +196,17 @@ class Dispatcher:
                 self.executor.resize(job.of.name, gpu_ids, why=job.why)
             self._holds(job, gpu_ids, job.why)
 
-    def _tell(self, job: LiveJob) -> None:
+    def _order(self, job: LiveJob) -> None:
         job.is_ordered = True
-        self.say(f"{self.now:8.1f} s  {job.of.name}: {len(job.gpu_ids)} -> {job.target} GPUs: {job.why}")
+        self._tell(job.of.name, f"{len(job.gpu_ids)} -> {job.target} GPUs: {job.why}")
+
+    def _tell(self, name: str, what: str) -> None:
+        self.say(f"{self.now:8.1f} s  {name}: {what}")
 
     # how it stands
 
     def _write(self) -> None:
-        every = [*self.jobs.values()]
+        every = self.jobs.values()
         told = [{**asdict(job), "rest": job.rest(every), "per_step": job.step_seconds(every)} for job in every]
         self.directory.write({"now": self.now, "gpus": self.cluster.gpus, "jobs": told})
 
@@ -220,7 +215,7 @@ class Dispatcher:
         found = []
         for job in self.jobs.values():
             if job.start is not None and job.finish is not None:
-                of, course = job.of, Steady(job.view([*self.jobs.values()]).speed, 10)  # type: ignore[arg-type]  # ours
+                of, course = job.of, Steady(job.view(self.jobs.values()).speed, 10)  # type: ignore[arg-type]
                 known = Submission(name=of.name, submit=job.submit, gpus=of.max, max_gpus=of.max, course=course)
                 so_far = {name: getattr(job, name) for name in ("start", "finish", "resizes", "attained", "ran")}
                 found.append(SimulatedJob(known, 0.0, 1.0, **so_far))

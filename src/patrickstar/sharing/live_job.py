@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -91,7 +91,7 @@ class LiveJob:
         self.has_begun = standing.has_begun
         self.step = standing.step if standing.has_begun else self.step
 
-    def step_seconds(self, others: Sequence[LiveJob] = ()) -> tuple[float, float]:
+    def step_seconds(self, others: Iterable[LiveJob] = ()) -> tuple[float, float]:
         """Seconds of a step that are serial, and those of which n GPUs take an n-th each; of others on average where nothing is measured."""
         if not self.measured:
             known = [job.step_seconds() for job in others if job.measured] or [(SERIAL, 1 - SERIAL)]
@@ -104,14 +104,14 @@ class LiveJob:
         scale = seconds.sum() / (steps * (serial + parallel / sizes)).sum()
         return float(serial * scale), float(parallel * scale)
 
-    def rest(self, others: Sequence[LiveJob]) -> float:
+    def rest(self, others: Iterable[LiveJob]) -> float:
         """Steps still to be done: known, or as many as those that have ended had on average from there on, or as many again."""
         if self.of.steps is not None:
             return float(max(1, self.of.steps - self.step))
         longer = [job.step - self.step for job in others if job.state == "done" and job.step > self.step]
         return sum(longer) / len(longer) if longer else float(self.step or _UNKNOWN_STEPS)
 
-    def view(self, others: Sequence[LiveJob]) -> JobView:
+    def view(self, others: Iterable[LiveJob]) -> JobView:
         """The job as a policy sees it. Its work is counted in seconds on one GPU."""
         of, (serial, parallel), rest = self.of, self.step_seconds(others), self.rest(others)
         alone, total = serial + parallel, self.step + rest
