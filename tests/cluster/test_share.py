@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -76,7 +75,6 @@ def test_three_jobs_on_two_slots_have_the_weights_of_each_alone(tmp_path: Path) 
     assert running.returncode == 0, output
     assert nothing_is_left(path, within_s=5)
     assert weights(path, [*seconds]) == [{digest_of_one(20)}] * 3
-    assert re.search(r"^long +done +0.0 s .* s +[1-9]\d*$", output, re.MULTILINE), output
     assert path.with_suffix(".share").stat().st_mode & 0o777 == 0o700
     assert "long" in (tmp_path / "r.html").read_text()
 

@@ -1,4 +1,4 @@
 """Jobs that share the GPUs of one machine: policies decide over jobs that run, whose speeds are measured. No torch.
 
-JOBS.yaml ──> Dispatcher ── policy ──> Executor ──> processes
+JOBS.yaml ──> Dispatcher ── policy ──> JobRunner ──> processes
 """

@@ -30,8 +30,8 @@ STOPPED: Final = 143
 """The exit status of a job that was told to stop and has saved."""
 
 
-class Executor(Protocol):
-    """Whoever has processes run for jobs. A resize takes effect after a while, as does a stop: `status` says what is so."""
+class JobRunner(Protocol):
+    """Runs processes of jobs. A resize takes effect after a while, as does a stop: `status` says what is so."""
 
     def start(self, job: SharedJob, gpu_ids: Ids) -> None: ...
     def resize(self, name: str, gpu_ids: Ids, *, why: str) -> None:
@@ -50,7 +50,7 @@ class Dispatcher:
     path: Path
     policy: Policy
     cluster: Cluster
-    executor: Executor
+    executor: JobRunner
     directory: SharingDirectory
     say: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic

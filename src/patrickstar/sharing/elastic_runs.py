@@ -91,7 +91,7 @@ class ElasticRuns:
         self._runs[name].process.send_signal(signal.SIGTERM)
 
     def status(self, name: str) -> Standing:
-        """How a job stands; as it last stood, where it does not answer now."""
+        """State of a job; as it last stood, where it does not answer now."""
         run = self._runs[name]
         if (status := run.process.poll()) is not None:
             return Standing(exit_status=status)

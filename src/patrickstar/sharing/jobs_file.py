@@ -50,7 +50,7 @@ def read_jobs(path: Path, *, gpus: int | None = None) -> tuple[int, tuple[Shared
         raise ConfigError(f"{path}: {_place(mark) if mark else ''}{what or error}") from None
     if root is None:
         raise ConfigError(f"{path}: nothing there; `jobs:` is expected")
-    return _File(path, yaml.SafeLoader("")).jobs(root, gpus)
+    return _JobsReader(path, yaml.SafeLoader("")).jobs(root, gpus)
 
 
 def _place(mark: Any) -> str:
@@ -58,7 +58,7 @@ def _place(mark: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _JobsReader:
     path: Path
     loader: Any
 

@@ -21,7 +21,7 @@ _UNKNOWN_STEPS: Final = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """How a job that was started stands. `gpu_ids`: of all its processes; `size`: ranks that train.
+    """State of a job that was started. `gpu_ids`: of all its processes; `size`: ranks that train.
 
     `has_begun`: whether it is in steps, so that it can be resized and stopped. `exit_status`: None while it runs.
     """
@@ -75,7 +75,7 @@ class LiveJob:
 
     @property
     def can_change(self) -> bool:
-        """Whether it can be resized and stopped."""
+        """True where it can be resized and stopped."""
         return self.state == "running" and self.has_begun and not self.of.pinned
 
     def take(self, standing: Standing, now: float) -> None:
