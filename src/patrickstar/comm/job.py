@@ -11,6 +11,7 @@ What stands in the store:
     generation/N    who is in it, from which step on, why            over          there is no next step
     survivor/K/M    that M has lost others, in its generation N      recovery/K    the generation that goes on after the K-th loss, or none
     losses          counts those that have been decided upon
+    here/N/M        that M is there where generation N begins
     gone/M          that M has ended                                 progress      the step that rank 0 has come to
     present         the generation that is there
 
@@ -182,6 +183,16 @@ class ElasticJob:
                 return None
             time.sleep(_WAITS_S)
         return read_generation(self._store.get(f"generation/{int(self._store.get(f'call/{number}'))}"))
+
+    def meets(self, generation: Generation) -> bool:
+        """Returns when all members of the next generation have come to the boundary where it begins; False where one of them has ended."""
+        self._store.set(f"here/{generation.number}/{self.member}", "1")
+        for member in generation.members:
+            while not self._store.check([f"here/{generation.number}/{member}"]):
+                if self._store.check([f"gone/{member}"]):
+                    return False
+                time.sleep(_WAITS_S)
+        return True
 
     def stays(self, number: int) -> None:
         """Notes that the generation of that number could not be: it is the one that was there, and no other is asked for."""

@@ -278,6 +278,7 @@ class Supervisor:
         # Who was called to a generation that does not come waits for others in vain.
         for member in self._processes.keys() - set(left):
             self._processes.pop(member).signal(signal.SIGKILL)
+            store.set(f"gone/{member}", "1")
         store.set(f"recovery/{loss}", str(number))
         store.add("losses", 1)
         for member in lost:

@@ -12,7 +12,7 @@ Note [Resizing]
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -86,10 +86,15 @@ class Resizing:
         `tell`: gives what the first rank has to tell those that join.
         """
         old, now, is_member = self.parts, self.job.now, self.job.member in generation.members
+        grows = old is None or generation.size > now.size
+        if grows and not self.job.meets(generation):
+            self._stay(generation, StateError("a process has ended that was to join"), keeps=True)
+            return None
         ranks = self.job.ranks(generation) if is_member and generation.size > 1 else None
         collectives = None if ranks is None else Collectives(ranks, timeout_s=self.timeout_s, kind=self.kind)
         # Of those that are there before and after, all are in the larger of both.
-        shared = collectives if old is None or generation.size > now.size else old.collectives
+        shared = old.collectives if old is not None and not grows else collectives
+        assert shared is not None, "there is one rank, and it stays"
         new: Parts | None = None
         keeps = True
 
@@ -108,14 +113,12 @@ class Resizing:
             if old is not None:
                 _end_step(old)
             of_all = AllRanks(shared).tell(f"a resize to {generation.size} ranks", build)
-            if len(facts := sorted({alike for _, _, alike in of_all})) > 1:
-                raise StateError(f"a process that joins has another program: {' and '.join(facts)}")
+            _expect_one_program({alike for _, _, alike in of_all})
             contents, keeps = of_all[0][0], all(has_room for _, has_room, _ in of_all)
             assert contents is not None, "the first rank was there"
             moves = Resharding(contents.members, tuple(generation.members))
             moved_bytes, all_bytes = self._move(new, contents.units, moves, shared, keeps=keeps)
-            if shared is not None:
-                moved_bytes = sum(shared.agree(moved_bytes, f"{generation.size} ranks are there"))
+            moved_bytes = sum(shared.agree(moved_bytes, f"{generation.size} ranks are there"))
         except Error as error:
             if new is not None:
                 new.executor.store.close()
@@ -166,7 +169,7 @@ class Resizing:
         new: Parts | None,
         units: tuple[PlaneRef, ...],
         moves: Resharding,
-        shared: Collectives | None,
+        shared: Collectives,
         *,
         keeps: bool,
     ) -> tuple[int, int]:
@@ -176,7 +179,6 @@ class Resizing:
         """
         old, me, whole = self.parts, self.job.member, self.ground.setup.layout.chunk_numel
         sent, received, moved_bytes, all_bytes = moves.sent(me, whole), moves.received(me, whole), 0, 0
-        assert shared is not None, "there is one rank, and it stays"
         if old is not None and not keeps and old.binding.is_whole:
             old.binding.let_go()
         reserved = _reserve(old, new)
@@ -219,6 +221,12 @@ class Resizing:
         new.binding.hold() if new.binding.is_whole else new.binding.let_go()
         self.installed(new, partial(Closing, new, root, self.ground.dtypes, self.buffers))
         release_free_memory()
+
+
+def _expect_one_program(facts: Collection[str]) -> None:
+    """Raises StateError where processes have other models or optimizers."""
+    if len(facts) > 1:
+        raise StateError(f"a process that joins has another program: {' and '.join(sorted(facts))}")
 
 
 def _end_step(parts: Parts) -> None:
