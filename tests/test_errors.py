@@ -9,6 +9,7 @@ from patrickstar import errors
 from patrickstar.cli.corpus import DataError
 from patrickstar.cli.machines import MachineError
 from patrickstar.cli.models import ModelError
+from patrickstar.cluster.decision import PolicyError
 from patrickstar.errors import (
     BudgetError,
     CheckpointError,
@@ -17,6 +18,7 @@ from patrickstar.errors import (
     Error,
     LayoutError,
     RankError,
+    RankLost,
     StateError,
     nearest,
     some,
@@ -55,9 +57,10 @@ ERRORS = [
     Error("what"),
     SHORT,
     RankError("gone", ranks=[1, 2], action="gather block 3", reason="killed"),
+    RankLost("gone", ranks=[1, 2], action="gather block 3", reason="killed"),
     ConfigError("all", problems=["a", "b"]),
     *(kind("what") for kind in (LayoutError, StateError, CheckpointError, DeviceError, DataError)),
-    *(kind("what") for kind in (DeviceFailureError, MachineError, ModelError)),
+    *(kind("what") for kind in (PolicyError, DeviceFailureError, MachineError, ModelError)),
     *(kind("what") for kind in (NotInBlocksError, UnseenChangeError, WeightChangedError)),
     InvariantError(4, "c0.weight H!: it is the last valid copy"),
 ]

@@ -59,7 +59,7 @@ RANKS: tuple[Mutant, ...] = (
         without("hashlib.sha256(text).digest()[:_DIGEST_BYTES]"),
         f"{DIFFERENT}[names that are the same up to their end]",
     ),
-    Fault("flags of other ranks are dropped", "comm.collectives:Collectives.reduce").by(
+    Fault("flags of other ranks are dropped", "comm.collectives:Collectives.exchange").by(
         drop("mine.bitwise_or_"), f"{HERE}::test_flags_are_those_of_any_rank"
     ),
     Fault("a failure of one rank's own is kept to itself", "comm.collectives:Collectives._do").by(
@@ -85,11 +85,11 @@ RANKS: tuple[Mutant, ...] = (
     Fault("weights stay gathered after a step", "parameters.call_order:CallOrder.forget").by(
         drop("self.there.clear"), f"{BITS}[2 ranks-mlp-1-None-True-arguments0]"
     ),
-    Fault("what rank 0 has no gradient of has none", "parameters.exchange:Exchange.end_backward").by(
-        replace("any(there)", "there[0]"), f"{BITS}[2 ranks-experts-2-0.001-False-arguments3]"
+    Fault("what rank 0 has no gradient of has none", "parameters.exchange:Exchange._rows").by(
+        replace("enumerate(flags)", "enumerate(flags[:1])"), f"{BITS}[2 ranks-experts-2-0.001-False-arguments3]"
     ),
     Fault("what rank 0 has no gradient of has none in its block", "parameters.exchange:Exchange.receive").by(
-        replace("zip(...)", "zip(self._sent_names, self._flags if self.layout.rank else bytes(len(self._flags)))"),
+        replace("self._rows(...)", "self._rows(self._sent_names, of_all if self.layout.rank else [bytes(size)])"),
         f"{BITS}[2 ranks-experts-2-0.001-False-arguments3]",
     ),
     Fault("gradients that wait are not added to", "parameters.exchange:Exchange._ready").by(
@@ -143,7 +143,7 @@ RANKS: tuple[Mutant, ...] = (
         "tests/core/test_shard_layout.py::test_the_parts_of_all_ranks_are_each_tensor_once",
     ),
     Fault("a mesh shares over all ranks of the program", "comm.ranks:ranks_of").by(
-        replace("partial(Ranks, members, averaged=mesh['dp'].size())", "Ranks"),
+        replace("partial(Ranks.of_group, members, averaged=mesh['dp'].size())", "Ranks.of_group"),
         "tests/session/test_meshes.py::test_sessions_of_one_process_have_groups_of_their_own",
     ),
     Fault("gradients are averaged over ranks that share a batch", "comm.ranks:ranks_of").by(
