@@ -50,17 +50,17 @@ class ManagedOptimizer(torch.optim.Optimizer):
     of the original is changed at any time, so nothing must be put back if something raises.
     """
 
-    def __init__(self, original: torch.optim.Optimizer, *, target: StepTarget, names: Mapping[int, str]) -> None:
+    def __init__(self, original: torch.optim.Optimizer, *, target: StepTarget | None, names: Mapping[int, str]) -> None:
         """Takes the original's place until `detach()`.
 
         Args:
-            original: an optimizer that `check_optimizer` accepts; target: who updates;
+            original: an optimizer that `check_optimizer` accepts; target: who updates; None: nobody yet;
             names: `id(parameter)` -> name, of all parameters of the model.
         """
         # Not Optimizer.__init__, which makes groups of its own: what unpickling calls sets up hooks and nothing else.
         self.__setstate__({"defaults": original.defaults})
         self._original = original
-        self._target = target
+        self.aim(target)
         self._names = names
         kind: Any = type(original)
         self._idle = kind([{"params": []}])
@@ -73,6 +73,10 @@ class ManagedOptimizer(torch.optim.Optimizer):
             original.register_state_dict_post_hook(self._add_state, prepend=True),
             original.register_load_state_dict_pre_hook(self._on_original_load),
         )
+
+    def aim(self, target: StepTarget | None) -> None:
+        """Has another one update from now on; None: nobody, until there is one."""
+        self._target: Any = target
 
     @property
     def original(self) -> torch.optim.Optimizer:
@@ -224,6 +228,8 @@ class ManagedOptimizer(torch.optim.Optimizer):
     def _require_attached(self, call: str) -> None:
         if not self._attached:
             raise StateError(f"{call} after the session was closed: use the optimizer that was passed to manage()")
+        if self._target is None:
+            raise StateError(f"{call} in a process that is no rank of its job now, and waits in session.steps()")
 
     def _on_original_step(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._running is None:

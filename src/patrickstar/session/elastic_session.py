@@ -14,9 +14,11 @@ from patrickstar.config.kinds import refuse
 from patrickstar.errors import StateError
 from patrickstar.optim.user_optimizer import restore_groups
 from patrickstar.session.close import Closing
-from patrickstar.session.parts import Parts, PresentParts
+from patrickstar.session.optimizer_target import OptimizerTarget
+from patrickstar.session.parts import Parts
 from patrickstar.session.resizing import Resizing
 from patrickstar.session.sample_order import BatchLoading, DrawnSamples, Draws, SampleOrder
+from patrickstar.session.scaler import LossScaler
 from patrickstar.session.steps import StepsToDo
 
 _log = logging.getLogger("patrickstar")
@@ -29,6 +31,7 @@ class ElasticSession:
     """A session as part of an elastic job, of which it is one rank, or none for now. One process by itself is rank 0 of 1."""
 
     optimizer: Any
+    _parts: Parts
     scaler: torch.amp.GradScaler
     resizing: Resizing | None = None
     """Of an elastic job; `manage` sets it."""
@@ -39,12 +42,21 @@ class ElasticSession:
     _steps_before = 0
 
     def __init__(self, parts: Parts | None, closing: Callable[..., Closing] | None) -> None:
-        self.present = PresentParts(parts)
         self._make_closing = closing
+        if parts is not None:
+            self._parts = parts
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_parts":
+            raise StateError(
+                "this process is no rank of its job now, and has no states: it waits for its turn in session.steps(), or the job is over"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
-    def _parts(self) -> Parts:
-        return self.present.expect()
+    def present(self) -> Parts | None:
+        """The parts that the session has; None while its process is none of the ranks."""
+        return vars(self).get("_parts")
 
     @property
     def steps_done(self) -> int:
@@ -53,7 +65,15 @@ class ElasticSession:
 
     def installed(self, parts: Parts | None, closing: Callable[..., Closing] | None) -> None:
         """Takes parts in the place of those that there were."""
-        self.present.parts, self._make_closing = parts, closing
+        self._make_closing = closing
+        if parts is None:
+            vars(self).pop("_parts", None)
+            self.optimizer.aim(None)
+        else:
+            self._parts = parts
+            self.optimizer.aim(OptimizerTarget(parts, self.optimizer.original))
+            if isinstance(self.scaler, LossScaler):
+                self.scaler.use(parts.training)
         self.expect_close()
 
     def expect_close(self) -> None:
@@ -81,21 +101,21 @@ class ElasticSession:
     @property
     def rank(self) -> int:
         """The place of this process among the ranks that share the model; -1 where it is none of them now."""
-        if (parts := self.present.parts) is None:
+        if (parts := self.present) is None:
             return -1
         return 0 if parts.collectives is None else parts.collectives.ranks.rank
 
     @property
     def world_size(self) -> int:
         """Number of ranks that share the model."""
-        if (parts := self.present.parts) is None:
+        if (parts := self.present) is None:
             return 0 if self.resizing is None else self.resizing.job.now.size
         return 1 if parts.collectives is None else parts.collectives.ranks.size
 
     @property
     def is_member(self) -> bool:
         """True where this process is one of the ranks now."""
-        return self.present.parts is not None
+        return self.present is not None
 
     def resize(self, n: int) -> None:
         """Asks for `n` ranks from the next boundary between steps on that all agree on. Returns at once; on one rank, or on all alike.
@@ -153,7 +173,7 @@ def _check(session: ElasticSession, dataset: Any, batch_size: int, parts: int, *
         problems.append(f"total={ends[0]}, epochs={ends[1]}: one of them is expected")
     if session.resizing is not None and parts < session.resizing.job.most:
         problems.append(f"parts={parts}: as many as the job may have ranks are expected, {session.resizing.job.most}")
-    if session.is_member and session.present.expect().training.in_backward:
+    if session.is_member and session._parts.training.in_backward:
         problems.append(
             'step="in_backward": gradients of a step in parts are kept until all have come; leave step= out'
         )

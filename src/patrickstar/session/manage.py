@@ -247,7 +247,8 @@ def _attach(session: Session, ground: Ground) -> ManagedOptimizer | None:
     managed = session.attach(original, names_by_id(ground.named))
     if setup.precision.scales and setup.gradients is GradientUse.CHUNK:
         scale = setup.memory.options.loss_scale or LossScale()
-        session.scaler = LossScaler(scale, session.present, managed, original)
+        training: Any = None if session.present is None else session.present.training
+        session.scaler = LossScaler(scale, training, managed, original)
     return managed
 
 
@@ -258,7 +259,7 @@ def _resizing(
     return Resizing(
         ground=ground,
         job=job,
-        parts=session.present.parts,
+        parts=session.present,
         installed=session.installed,
         timeout_s=timeout_s,
         buffers=buffers,

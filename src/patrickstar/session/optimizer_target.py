@@ -16,7 +16,7 @@ from patrickstar.errors import BudgetError, StateError
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.optim.user_optimizer import State, read_groups
 from patrickstar.parameters.assembled import title
-from patrickstar.session.parts import Parts, PresentParts
+from patrickstar.session.parts import Parts
 from patrickstar.step.assembling import count_of
 from patrickstar.units import format_bytes
 
@@ -28,13 +28,8 @@ _T = TypeVar("_T")
 class OptimizerTarget:
     """A session as its optimizer sees it: `StepTarget` says what each is for. `original`: the optimizer that was passed to `manage`."""
 
-    present: PresentParts
+    parts: Parts
     original: torch.optim.Optimizer
-
-    @property
-    def parts(self) -> Parts:
-        """The parts that the session has now."""
-        return self.present.expect()
 
     def step_groups(self) -> None:
         events = self.parts.events
@@ -55,7 +50,7 @@ class OptimizerTarget:
 
     @cached_property
     def optimizer_state(self) -> StateMapping:
-        return StateMapping(self.present, self.original)
+        return StateMapping(self.parts, self.original)
 
     def optimizer_states(self) -> dict[str, State]:
         self.parts.begin_access()
@@ -96,13 +91,12 @@ def states_of(parts: Parts) -> dict[str, State]:
 class StateMapping(MutableMapping[Tensor, Any]):
     """A mapping like torch's `optimizer.state`: a parameter is in it once it has been updated; what is asked of another one is empty."""
 
-    def __init__(self, present: PresentParts, optimizer: torch.optim.Optimizer) -> None:
-        self._present = present
+    def __init__(self, parts: Parts, optimizer: torch.optim.Optimizer) -> None:
+        self._parts = parts
+        self._binding = parts.binding
+        self._weights = parts.weights
+        self._steps = parts.steps
         self._optimizer = optimizer
-
-    @property
-    def _parts(self) -> Parts:
-        return self._present.expect()
 
     def __getitem__(self, parameter: Tensor) -> ParameterState:
         self._parts.expect_open()
@@ -114,13 +108,13 @@ class StateMapping(MutableMapping[Tensor, Any]):
 
     def __contains__(self, parameter: object) -> bool:
         self._parts.expect_open()
-        return self._parts.binding.names.get(id(parameter)) in self._parts.steps
+        return self._binding.names.get(id(parameter)) in self._steps
 
     def __iter__(self) -> Iterator[Tensor]:
         self._parts.expect_open()
         groups = self._optimizer.param_groups
         seen = dict.fromkeys(id(each) for group in groups for each in group["params"] if each in self)
-        named = {id(bound.parameter): bound.parameter for bound in self._parts.binding}
+        named = {id(bound.parameter): bound.parameter for bound in self._binding}
         return iter([named[key] for key in seen])
 
     def __len__(self) -> int:
@@ -131,7 +125,7 @@ class StateMapping(MutableMapping[Tensor, Any]):
         self._parts.begin_access()
         name = self._name(parameter)
         if not values:
-            if name in self._parts.steps:
+            if name in self._steps:
                 del self[parameter]
             return
         if set(values) != set(FIELDS):
@@ -149,8 +143,8 @@ class StateMapping(MutableMapping[Tensor, Any]):
             raise KeyError(parameter)
         name = self._name(parameter)
         self._parts.begin_access()
-        self._parts.weights.clear_averages(name)
-        del self._parts.steps[name]
+        self._weights.clear_averages(name)
+        del self._steps[name]
 
     def pop(self, parameter: Tensor, *default: Any) -> Any:
         """Takes a parameter's state out: ordinary tensors."""
@@ -176,21 +170,21 @@ class StateMapping(MutableMapping[Tensor, Any]):
     def has(self, name: str) -> bool:
         """Tells whether there is a state of a parameter."""
         self._parts.expect_open()
-        return name in self._parts.steps
+        return name in self._steps
 
     def tensor(self, name: str, plane: str) -> Tensor:
         """One of a parameter's tensors, bound by use."""
-        like = self._parts.binding.by_name[name].shape_only
+        like = self._binding.by_name[name].shape_only
         shape, stride = ((), ()) if plane == STEP else (like.shape, like.stride())
         shape_only = torch.empty_strided(shape, stride, dtype=torch.float32, device="meta")
-        return self._parts.binding.assembled.tensor(AssembledKey(name, plane), shape_only)
+        return self._binding.assembled.tensor(AssembledKey(name, plane), shape_only)
 
     def check(self, name: str, plane: str, value: Any) -> Tensor | None:
         """The value as it may be written; None where it is what is there already. StateError where it cannot be written."""
         key = AssembledKey(name, plane)
-        if self._parts.binding.assembled.is_of(value, key):
+        if self._binding.assembled.is_of(value, key):
             return None
-        other = self._parts.binding.assembled.of(value)
+        other = self._binding.assembled.of(value)
         if other is not None:
             what = title(other.source.key)
             raise StateError(
@@ -198,7 +192,7 @@ class StateMapping(MutableMapping[Tensor, Any]):
             )
         if plane == STEP and isinstance(value, int | float):
             value = torch.tensor(float(value))
-        shape = () if plane == STEP else tuple(self._parts.binding.by_name[name].shape_only.shape)
+        shape = () if plane == STEP else tuple(self._binding.by_name[name].shape_only.shape)
         if not isinstance(value, Tensor):
             raise StateError(
                 f"{title(key)} was assigned a {type(value).__name__}: it is a tensor {shape} of torch.float32"
@@ -217,13 +211,13 @@ class StateMapping(MutableMapping[Tensor, Any]):
             return
         self._parts.begin_access()
         if plane != STEP:
-            self._parts.weights.write_average(name, plane, value.detach())
+            self._weights.write_average(name, plane, value.detach())
             return
-        self._parts.steps[name] = count_of(AssembledKey(name, STEP), value)
-        self._parts.binding.assembled.changed(AssembledKey(name, STEP))
+        self._steps[name] = count_of(AssembledKey(name, STEP), value)
+        self._binding.assembled.changed(AssembledKey(name, STEP))
 
     def _name(self, parameter: Tensor) -> str:
-        name = self._parts.binding.names.get(id(parameter))
+        name = self._binding.names.get(id(parameter))
         if name is None:
             raise KeyError(
                 f"{type(parameter).__name__} {tuple(parameter.shape)} is no parameter of the session's model"

@@ -100,18 +100,3 @@ class Parts:
         """Raises StateError where the weights are of no one step, or not those that are managed."""
         self.training.expect_whole()
         expect_own_parameters(self.model, self.named, self.binding.is_managed)
-
-
-@dataclass(slots=True)
-class PresentParts:
-    """The parts that a session has now: in an elastic job others after each resize, and none while its process waits."""
-
-    parts: Parts | None
-
-    def expect(self) -> Parts:
-        """The parts. StateError: there are none."""
-        if self.parts is None:
-            raise StateError(
-                "this process is no rank of its job now, and has no states: it waits for its turn in session.steps(), or the job is over"
-            )
-        return self.parts

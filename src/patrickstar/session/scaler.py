@@ -10,8 +10,8 @@ import torch
 from patrickstar.config.options import LossScale
 from patrickstar.errors import StateError
 from patrickstar.optim.scale_rule import ScaleRule
-from patrickstar.session.parts import PresentParts
 from patrickstar.step.overflow import OverflowFlag, names_of
+from patrickstar.step.training import Training
 from patrickstar.step.training_deferred import DeferredTraining
 from patrickstar.torch_private import has_step_pre_hooks
 
@@ -24,10 +24,10 @@ class LossScaler(torch.amp.GradScaler):
     Whether gradients have overflowed is found as they arrive. They are divided by the scale when they are next used, in fp32.
 
     Args:
-        present: has the training whose gradients they are. ours: the session's optimizers.
+        training: whose gradients they are; None: of a session without states yet. ours: the session's optimizers.
     """
 
-    def __init__(self, options: LossScale, present: PresentParts, *ours: torch.optim.Optimizer) -> None:
+    def __init__(self, options: LossScale, training: DeferredTraining | None, *ours: torch.optim.Optimizer) -> None:
         super().__init__(
             "cpu",
             init_scale=float(options.initial),
@@ -36,18 +36,16 @@ class LossScaler(torch.amp.GradScaler):
             growth_interval=options.window,
         )
         self._rule = ScaleRule(options)
-        self._present = present
+        self._training: Any = training
         self._ours = ours
 
         self._overflowed: list[OverflowFlag] = []
         self._unscaled = False
         self._stepped = False
 
-    @property
-    def _training(self) -> DeferredTraining:
-        training = self._present.expect().training
-        assert isinstance(training, DeferredTraining)
-        return training
+    def use(self, training: Training) -> None:
+        """Scales losses for other training from now on: that of a session on other ranks."""
+        self._training = training
 
     def scale(self, outputs: Any) -> Any:
         """The loss, or each of an iterable of losses, multiplied with the scale (0-dim, fp32)."""

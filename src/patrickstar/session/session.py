@@ -56,7 +56,8 @@ class Session(ElasticSession):
 
     def attach(self, original: torch.optim.Optimizer, names: Mapping[int, str]) -> ManagedOptimizer:
         """Puts an optimizer that asks this session to step in the place of the user's; `manage` calls this. `names`: of parameters, by `id()`."""
-        self.optimizer = ManagedOptimizer(original, target=OptimizerTarget(self.present, original), names=names)
+        target = None if self.present is None else OptimizerTarget(self.present, original)
+        self.optimizer = ManagedOptimizer(original, target=target, names=names)
         return self.optimizer
 
     @property

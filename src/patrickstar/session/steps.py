@@ -88,7 +88,7 @@ class StepsToDo:
         if not session.is_member or self.step >= self._draws.total:
             self._end()
             raise StopIteration
-        parts, rank, size = session.present.expect(), session.rank, session.world_size
+        parts, rank, size = session._parts, session.rank, session.world_size
         is_first = self._batches is None
         if self._batches is None:
             self._batches = self._loading.batches(self._draws.of_rank(self.step, rank, size))
@@ -159,7 +159,7 @@ class StepsToDo:
             session.take_told(resized.told, joins=joins)
             self._saved = resized.told["saved"]
             seconds = time.monotonic() - began
-            if (collectives := session.present.expect().collectives) is not None:
+            if (collectives := session._parts.collectives) is not None:
                 seconds = max(collectives.agree(0.0 if joins else seconds, "seconds of a resize"))
             if session.rank == 0:
                 _write(resizing, generation, before, self.step, seconds=seconds, resized=resized)
