@@ -185,11 +185,12 @@ class ElasticJob:
         return read_generation(self._store.get(f"generation/{int(self._store.get(f'call/{number}'))}"))
 
     def meets(self, generation: Generation) -> bool:
-        """Returns when all members of the next generation have come to the boundary where it begins; False where one of them has ended."""
+        """Returns when all members of the next generation have come to where it begins; False where one has ended, or others go on without it."""
+        losses = self._store.add("losses", 0)
         self._store.set(f"here/{generation.number}/{self.member}", "1")
         for member in generation.members:
             while not self._store.check([f"here/{generation.number}/{member}"]):
-                if self._store.check([f"gone/{member}"]):
+                if self._store.check([f"gone/{member}"]) or self._store.add("losses", 0) != losses:
                     return False
                 time.sleep(_WAITS_S)
         return True

@@ -275,10 +275,6 @@ class Supervisor:
         assert generation is not None
         number = max(known["number"] for known in said.values()) + 2
         write_generation(store, Generation(number, tuple(left), -1, why, recovers=True))
-        # Who was called to a generation that does not come waits for others in vain.
-        for member in self._processes.keys() - set(left):
-            self._processes.pop(member).signal(signal.SIGKILL)
-            store.set(f"gone/{member}", "1")
         store.set(f"recovery/{loss}", str(number))
         store.add("losses", 1)
         for member in lost:
