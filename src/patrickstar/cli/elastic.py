@@ -49,19 +49,18 @@ def run(command: tuple[str, ...], at: str, **given: Any) -> int:
     ]
     refuse(problems, of="elastic run")
     from patrickstar.elastic.job_directory import JobDirectory
-    from patrickstar.elastic.supervisor import JobRequest, Supervisor
+    from patrickstar.elastic.supervisor import JobRequest, Supervisor, threads_of
 
     directory = JobDirectory(
         given["job_dir"] or Path("runs") / f"elastic-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     request = JobRequest(
         command=command,
         least=least,
         most=most,
         size=size,
         warm=most if given["warm"] is None else given["warm"],
-        threads=given["threads"] or cores // most or 1,
+        threads=given["threads"] or threads_of(most),
         save_every=given["save_every"],
         replaces=given["replace"],
         planned=at,

@@ -22,7 +22,7 @@ from patrickstar.cli.run import build_deferred, computing_device
 from patrickstar.comm.job import SIZES
 from patrickstar.config.kinds import refuse
 from patrickstar.elastic.job_directory import JobDirectory
-from patrickstar.elastic.supervisor import JobRequest, Supervisor
+from patrickstar.elastic.supervisor import JobRequest, Supervisor, threads_of
 from patrickstar.memory.process import resident_bytes
 from patrickstar.optim.hyper import build_optimizer
 
@@ -38,7 +38,7 @@ def supervise(sizes: str, *, save_every: int | None, directory: Path | None, wor
         most=int(most),
         size=int(least),
         warm=int(most),
-        threads=max(1, (os.cpu_count() or 1) // int(most)),
+        threads=threads_of(int(most)),
         save_every=save_every or 0,
     )
     return Supervisor(request, JobDirectory(directory or Path("runs") / f"elastic-{os.getpid()}")).run()

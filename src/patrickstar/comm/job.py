@@ -9,7 +9,7 @@ What stands in the store:
     want            the size that was asked for last, by whom        arrival/K     a process that waits, the K-th to do so
     news            counts all that rank 0 has to look at            call/K        the generation that it is called to
     generation/N    who is in it, from which step on, why            over          there is no next step
-    survivor/K/M    that M has lost others, in its generation N      recovery/K    the generation that goes on after the K-th loss, or none
+    survivor/K/M    that M has lost others, in its generation N      recovery/K    the generation that goes on after the K-th loss
     losses          counts those that have been decided upon
     here/N/M        that M is there where generation N begins
     gone/M          that M has ended                                 progress      the step that rank 0 has come to
@@ -59,16 +59,12 @@ _TELLS_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A job between two changes. `members`: in rank order. `step`: that it begins with. `why`: what has brought it about.
-
-    `recovers`: whether others were lost: what they had comes from the newest checkpoint.
-    """
+    """A job between two changes. `members`: in rank order. `step`: that it begins with. `why`: what has brought it about."""
 
     number: int
     members: Sequence[Member]
     step: int
     why: str = ""
-    recovers: bool = False
 
     @property
     def size(self) -> int:
@@ -162,16 +158,15 @@ class ElasticJob:
             self._store.set(f"call/{there[member]}", str(made.number))
         return made
 
-    def survived(self, reason: str) -> Generation | None:
-        """The generation that goes on without those that are lost, which this process waits for; None where nobody is, or nothing goes on."""
+    def survived(self, reason: str) -> Generation:
+        """The generation that goes on without those that are lost, which this process waits for."""
         loss = self._store.add("losses", 0) + 1
         self._store.add(f"survivors/{loss}", 1)
         self._store.set(f"survivor/{loss}/{self.member}", json.dumps({"number": self.now.number, "reason": reason}))
         while not self._store.check([f"recovery/{loss}"]):
             time.sleep(_WAITS_S)
         self._next = None
-        found = self._store.get(f"recovery/{loss}").decode()
-        return read_generation(self._store.get(f"generation/{found}")) if found != "none" else None
+        return read_generation(self._store.get(f"generation/{int(self._store.get(f'recovery/{loss}'))}"))
 
     def wait(self) -> Generation | None:
         """The next generation that this process is in, which it waits for; None where the job ends without it."""

@@ -63,6 +63,12 @@ class JobRequest:
     planned: str = ""
 
 
+def threads_of(most: int) -> int:
+    """Threads of each rank, at every size: the cores that this process may use, over the most ranks."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // most)
+
+
 class Supervisor:
     """Runs a job to its end."""
 
@@ -274,7 +280,7 @@ class Supervisor:
             return self._begin_again(why, lost, left)
         assert generation is not None
         number = max(known["number"] for known in said.values()) + 2
-        write_generation(store, Generation(number, tuple(left), -1, why, recovers=True))
+        write_generation(store, Generation(number, tuple(left), -1, why))
         store.set(f"recovery/{loss}", str(number))
         store.add("losses", 1)
         for member in lost:

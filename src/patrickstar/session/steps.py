@@ -15,7 +15,7 @@ from typing import Any, Final
 from torch.distributed import DistNetworkError
 
 from patrickstar.comm.job import Generation
-from patrickstar.errors import RankError, RankLost
+from patrickstar.errors import RankLost
 from patrickstar.session.resizing import Resized, Resizing
 from patrickstar.session.sample_order import BatchLoading, Draws
 from patrickstar.session.step_parts import StepParts
@@ -143,10 +143,7 @@ class StepsToDo:
             generation = resizing.job.wait()
             if generation is None:
                 return
-            if generation.recovers:
-                self._take_over(resizing, generation)
-            else:
-                self._resize(resizing, generation)
+            self._resize(resizing, generation)
 
     def _resize(self, resizing: Resizing, generation: Generation) -> None:
         session, before, began = self._session, resizing.job.now.size, time.monotonic()
@@ -167,21 +164,15 @@ class StepsToDo:
     # losses
 
     def _recover(self, resizing: Resizing, lost: RankLost) -> None:
-        """Goes on without a rank, from the newest checkpoint. RankError: nobody is lost, or nothing goes on."""
+        """Goes on without a rank, from the newest checkpoint."""
         self._current = self._batches = None
         before, began = resizing.job.now.size, time.monotonic()
         generation = resizing.job.survived(lost.reason)
-        if generation is None:
-            raise RankError(str(lost), ranks=lost.ranks, action=lost.action, reason=lost.reason) from lost
-        self._take_over(resizing, generation)
+        resizing.recover(generation)
+        self._load(resizing)
         if self._session.rank == 0:
             resized = Resized(0, 0, None)
             _write(resizing, generation, before, self.step, seconds=time.monotonic() - began, resized=resized)
-
-    def _take_over(self, resizing: Resizing, generation: Generation) -> None:
-        resizing.recover(generation)
-        self._batches = None
-        self._load(resizing)
 
     # checkpoints
 
