@@ -23,6 +23,7 @@ from patrickstar.session.step_parts import StepParts
 _log = logging.getLogger("patrickstar")
 _KEPT: Final = 2
 _TERMINATED: Final = 143
+_AT_ONCE_S: Final = 1.0
 
 
 class StepsToDo:
@@ -41,7 +42,7 @@ class StepsToDo:
         self._has_begun = False
         self._handled: Any = None
         self._parent = os.getppid()
-        self._is_told_to_stop = False
+        self._is_told_to_stop, self._told_s = False, 0.0
 
     def __iter__(self) -> StepsToDo:
         return self
@@ -123,9 +124,11 @@ class StepsToDo:
         if self._session.resizing is not None and self._session.rank == 0:
             self._session.resizing.job.over()
 
-    def _stop(self, *_: object) -> None:
-        if self._is_told_to_stop:
+    def _stop(self, *signals: object) -> None:
+        # One whose supervisor is gone gets a signal for each of its threads, and has missed its store before, perhaps.
+        if signals and self._is_told_to_stop and time.monotonic() > self._told_s + _AT_ONCE_S:
             sys.exit(_TERMINATED)
+        self._told_s = self._told_s if self._is_told_to_stop else time.monotonic()
         self._is_told_to_stop = True
         if os.getppid() != self._parent:  # nobody reads what is printed any more
             for stream in (1, 2):
