@@ -1,5 +1,8 @@
 import errno
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +12,6 @@ from patrickstar.cli import doctor as module
 from patrickstar.cli.main import main
 from patrickstar.memory.allocator import allocator
 from tests.faults import Fails, FaultyIO
-from tests.forked import run_script
 
 
 @pytest.fixture
@@ -69,7 +71,10 @@ def test_a_package_that_cannot_be_imported_is_named_with_what_mends_it(tmp_path,
     says, mends = BROKEN[package]
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text(f"raise RuntimeError({says!r})")
-    shown = run_script("patrickstar", "doctor", environment={"PYTHONPATH": str(tmp_path)})
+    # A process that has imported neither: those that tests fork have.
+    command = [sys.executable, "-m", "patrickstar", "doctor"]
+    known = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
+    shown = subprocess.run(command, env=known, capture_output=True, text=True, check=False)  # noqa: S603  (this command)
     assert shown.returncode == 1, shown.stderr
     assert f"cannot be imported: RuntimeError: {says}" in shown.stdout
     assert mends in shown.stdout

@@ -80,10 +80,18 @@ class Resizing:
     buffers: Mapping[str, Kind]
     hooks: ExitStack = field(default_factory=ExitStack)
 
+    def end_step(self) -> None:
+        """Ends what is under way of the step before, its update too, and lets gradients go."""
+        if self.parts is not None:
+            self.parts.begin_access()
+            self.parts.stretches.end()
+            self.parts.training.zero_grad(set_to_none=True)
+            self.parts.training.forget_unfinished()
+
     def change(self, generation: Generation, tell: Callable[[], Any]) -> Resized | None:
         """Has the ranks be those of the next generation. None where that cannot be: the job stays as it was, and one line of the log says why.
 
-        `tell`: gives what the first rank has to tell those that join.
+        No step is under way. `tell`: gives what the first rank has to tell those that join.
         """
         old, now, is_member = self.parts, self.job.now, self.job.member in generation.members
         grows = old is None or generation.size > now.size
@@ -110,8 +118,6 @@ class Resizing:
             return told, new is None or _fit_together(old, new), alike
 
         try:
-            if old is not None:
-                _end_step(old)
             of_all = AllRanks(shared).tell(f"a resize to {generation.size} ranks", build)
             _expect_one_program({alike for _, _, alike in of_all})
             contents, keeps = of_all[0][0], all(has_room for _, has_room, _ in of_all)
@@ -227,14 +233,6 @@ def _expect_one_program(facts: Collection[str]) -> None:
     """Raises StateError where processes have other models or optimizers."""
     if len(facts) > 1:
         raise StateError(f"a process that joins has another program: {' and '.join(sorted(facts))}")
-
-
-def _end_step(parts: Parts) -> None:
-    """Ends what is under way, and lets gradients go."""
-    parts.begin_access()
-    parts.stretches.end()
-    parts.training.zero_grad(set_to_none=True)
-    parts.training.forget_unfinished()
 
 
 def _units(parts: Parts) -> tuple[PlaneRef, ...]:

@@ -149,8 +149,10 @@ class StepsToDo:
             self._resize(resizing, generation)
 
     def _resize(self, resizing: Resizing, generation: Generation) -> None:
-        session, before, began = self._session, resizing.job.now.size, time.monotonic()
+        session, before = self._session, resizing.job.now.size
         joins = not session.is_member
+        resizing.end_step()
+        began = time.monotonic()
         resized = resizing.change(generation, lambda: {**session.told(), "saved": self._saved})
         if resized is None:
             return
