@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 
 # TRL brings pandas, pyarrow and more, diffusers Pillow: only the full suite has their loops, and that of timm, which asks for a torchvision of torch's own build.
 $(STAMP_FULL): $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt --editable '.[trl,diffusers]'
+	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt --editable '.[trl,diffusers,browser]'
 	$(BIN)/python -m pip install --quiet --no-deps --constraint requirements/constraints.txt timm
 	touch $(STAMP_FULL)
 
