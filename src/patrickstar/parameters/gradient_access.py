@@ -146,6 +146,8 @@ class GradientAccess:
                 own = self._by_name[bound.owner].parameter.grad
                 assert own is not None, f"{bound.owner} has no gradient of the user's own"
                 bound.of(own.detach()).add_(gradient)
+            elif gradient is not None:
+                self._owner.added_to_own()
 
     def get(self, bound: BoundParameter) -> Tensor | None:
         """The value of `p.grad`."""

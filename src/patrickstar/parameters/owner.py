@@ -50,6 +50,9 @@ class Owner(Protocol):
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Takes a gradient that has arrived in backward."""
 
+    def added_to_own(self) -> None:
+        """Notes that a backward has added to a gradient of the user's own, which stays where it is."""
+
     def has_gradient(self, name: str) -> bool:
         """Tells whether a parameter has a gradient."""
 

@@ -11,6 +11,7 @@ Note [Resizing]
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
@@ -218,7 +219,6 @@ class Resizing:
                 old.collectives.close()
         if new is None:
             self.installed(None, None)
-            release_free_memory()
             return
         root = watch(new, self.hooks)
         new.steps.update(contents.steps)
@@ -226,7 +226,12 @@ class Resizing:
             new.training.gathering.steps = max(contents.steps.values(), default=0)
         new.binding.hold() if new.binding.is_whole else new.binding.let_go()
         self.installed(new, partial(Closing, new, root, self.ground.dtypes, self.buffers))
-        release_free_memory()
+
+
+def collect() -> None:
+    """Gives back the memory of parts that nobody has any more. They refer to their hooks, and these to them: Python would find that out later."""
+    gc.collect()
+    release_free_memory()
 
 
 def _expect_one_program(facts: Collection[str]) -> None:

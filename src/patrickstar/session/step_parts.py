@@ -110,9 +110,11 @@ class StepParts:
         if self._count > 1:
             training.multiply(torch.tensor(1 / self._count, dtype=torch.float32))
 
-    def stops(self, *, is_told: bool) -> bool:
-        """Tells whether a rank was told to stop before the last backward of the step, which all ranks know alike."""
+    def end(self, *, is_told: bool) -> bool:
+        """Lets go of the session's parts; tells whether a rank was told to stop before the last backward, which all ranks know alike."""
+        self.expect_completed()
         gathering = self._of.training.gathering
+        del self._of, self._batches  # whoever iterates over steps has this one until there is the next
         return is_told if gathering is None else _STOP in gathering.heard
 
     def expect_completed(self) -> None:

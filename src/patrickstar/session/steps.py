@@ -16,7 +16,7 @@ from torch.distributed import DistNetworkError
 
 from patrickstar.comm.job import Generation
 from patrickstar.errors import RankLost
-from patrickstar.session.resizing import Resized, Resizing
+from patrickstar.session.resizing import Resized, Resizing, collect
 from patrickstar.session.sample_order import BatchLoading, Draws
 from patrickstar.session.step_parts import StepParts
 
@@ -80,9 +80,9 @@ class StepsToDo:
         current, self._current = self._current, None
         if current is None:
             return self._is_told_to_stop and self._session.world_size == 1
-        current.expect_completed()
+        stops = current.end(is_told=self._is_told_to_stop)
         self.step += 1
-        return current.stops(is_told=self._is_told_to_stop)
+        return stops
 
     def _begin_step(self) -> StepParts:
         session = self._session
@@ -154,6 +154,7 @@ class StepsToDo:
         resizing.end_step()
         began = time.monotonic()
         resized = resizing.change(generation, lambda: {**session.told(), "saved": self._saved})
+        collect()
         if resized is None:
             return
         self._batches, self.step = None, generation.step
@@ -174,6 +175,7 @@ class StepsToDo:
         before, began = resizing.job.now.size, time.monotonic()
         generation = resizing.job.survived(lost.reason)
         resizing.recover(generation)
+        collect()
         self._load(resizing)
         if self._session.rank == 0:
             resized = Resized(0, 0, None)

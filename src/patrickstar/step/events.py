@@ -148,6 +148,9 @@ class Events(Owner):
     def thawed(self, name: str) -> None:
         self.late_planes.thaw(name)
 
+    def added_to_own(self) -> None:
+        self.training.added_to_own()
+
     def gradient(self, name: str, gradient: Tensor) -> None:
         if self.handed_out.watched:
             self.handed_out.check()

@@ -84,6 +84,11 @@ class Training(ABC):
         self.executor.pilot.stretch.gives_gradients()
         at_end_of_backward(self._end)
 
+    def added_to_own(self) -> None:
+        """Notes that a backward has added to a gradient of the user's own."""
+        if self._bringing != backward_id():
+            self._notice_backward()
+
     def notice_recomputation(self) -> None:
         """Notes that a block is computed again: all gradients may come from backwards inside of this one, whose end is still the end of all."""
         if self._around != backward_id():
