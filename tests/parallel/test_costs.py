@@ -167,7 +167,7 @@ def test_a_head_and_cut_states_change_what_they_are_about() -> None:
         (lambda: costs.attention("ring", 3, B, Z, KV, L, A), ["tokens 64 does not divide by 3"]),
         (lambda: costs.attention("ulysses", 16, B, Z, KV, L, A), ["heads 8 does not divide by 16"]),
         (lambda: costs.attention("ring", 2, B, Z, 3, L, A), ["heads 8 does not divide by 3"]),
-        (lambda: costs.summa(3, B, L, 32), ["inputs 32", "divide by 3"]),
+        (lambda: costs.summa(3, B, L, 32), ["hidden 32", "divide by 3"]),
         (lambda: costs.memory("optimus", 8, B, L, H, Z, 1), ["8 is no square"]),
         (lambda: costs.memory("2d", 4, B, L, H, Z, 1), ["'2d'", "optimus"]),
     ],

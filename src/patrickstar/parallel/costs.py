@@ -9,11 +9,11 @@ Memory is in elements of one size; with Adam a parameter has four (itself, its g
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from patrickstar.errors import ConfigError, nearest
+from patrickstar.config.kinds import choice, refuse
+from patrickstar.errors import ConfigError
 
 METHODS: Final = ("ring", "rsa", "ulysses", "rsa-published")
 SYSTEMS: Final = ("tensor", "rsa", "ring", "optimus")
@@ -51,7 +51,7 @@ def attention(
     Raises:
         ConfigError: another method, or numbers that do not divide.
     """
-    _known("method", method, METHODS)
+    refuse(choice(*METHODS).problems("method", method), of="attention")
     _divides(ranks, tokens=tokens)
     _divides(kv_heads, heads=heads)
     wide = max(element, accumulate)
@@ -66,30 +66,20 @@ def attention(
     return PhaseBytes(hops * element, hops * (element + wide))
 
 
-def linear_2d(q: int, batch: int, tokens: int, inputs: int, outputs: Sequence[int], *, element: int = 2) -> PhaseBytes:
-    """Bytes that each rank of q x q sends for linear layers with one input: (q-1)/q^2 of its elements and of the weights', and twice that backward.
-
-    Where q does not divide the batch: a rank of the first row, which has the most.
-
-    Raises:
-        ConfigError: features that do not divide by q.
-    """
-    _divides(q, inputs=inputs, outputs=sum(outputs))
-    rows = -(-batch // q)
-    forward = (q - 1) * (rows * tokens * (inputs // q) + inputs // q * (sum(outputs) // q)) * element
-    return PhaseBytes(forward, 2 * forward)
-
-
 def summa(
     q: int, batch: int, tokens: int, hidden: int, layers: int = 1, recompute: bool = False, element: int = 2
 ) -> PhaseBytes:
     """Bytes that each rank of q x q sends for the matrices of GPT-2's layers: (q-1)/q^2 (7BLH + 12H^2) each, and twice that backward.
 
-    Vectors, norms, embedding and head are not in it, as in the paper. `recompute`: the forward runs again before each backward.
+    Vectors, norms, embedding and head are not in it, as in the paper. Where q does not divide the batch: a rank of the first row, which has the most.
+    `recompute`: the forward runs again before each backward.
+
+    Raises:
+        ConfigError: `hidden` does not divide by q.
     """
-    parts = ((1, 3), (1, 1), (1, 4), (4, 1))
-    each = [linear_2d(q, batch, tokens, k * hidden, [n * hidden], element=element) for k, n in parts]
-    forward = layers * sum(one.forward for one in each)
+    _divides(q, hidden=hidden)
+    rows, width = -(-batch // q), hidden // q
+    forward = layers * (q - 1) * (7 * rows * tokens * width + 12 * width**2) * element
     return PhaseBytes(forward, (3 if recompute else 2) * forward)
 
 
@@ -119,13 +109,14 @@ def memory(
     Raises:
         ConfigError: another system, or ranks of "optimus" that are no square.
     """
-    _known("system", system, SYSTEMS)
+    refuse(choice(*SYSTEMS).problems("system", system), of="memory")
     whole, own = batch * tokens * hidden, batch * tokens * hidden / ranks
     scores = batch * heads * tokens**2 / ranks
     states = STATES * (12 * layers * hidden**2 + vocabulary * hidden)
     logits = 2 * batch * tokens * vocabulary / ranks if head else 0
     if system == "optimus":
-        _root(ranks)
+        if math.isqrt(ranks) ** 2 != ranks:
+            raise ConfigError(f"2D takes q x q ranks, and {ranks} is no square")
         of_head = (batch * tokens * vocabulary + vocabulary * hidden) / ranks if head else 0
         return {
             "workspace": max(4 * own + 4 * hidden**2 / ranks, of_head),
@@ -151,19 +142,7 @@ def memory(
     return kept | {"states": states, "logits": logits}
 
 
-def _known(what: str, given: str, known: Sequence[str]) -> None:
-    if given not in known:
-        raise ConfigError(f"{what} is {given!r}, which is none of {', '.join(known)}{nearest(given, known)}")
-
-
 def _divides(by: int, **sizes: int) -> None:
     for name, size in sizes.items():
         if size % by:
             raise ConfigError(f"{name} {size} does not divide by {by}")
-
-
-def _root(ranks: int) -> int:
-    q = math.isqrt(ranks)
-    if q * q != ranks:
-        raise ConfigError(f"2D takes q x q ranks, and {ranks} is no square")
-    return q
