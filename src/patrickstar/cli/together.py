@@ -106,7 +106,7 @@ class Together:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         from patrickstar.cli.batches import as_batch
-        from patrickstar.parallel.model_groups import groups_of
+        from patrickstar.parallel.transformer_models import groups_of
 
         groups = groups_of(model)
         before = {name: group.sent.imagined for name, group in groups.items()}
