@@ -112,8 +112,8 @@ TRAINING: tuple[Mutant, ...] = (
         never("uses"),
         f"{HOMES}::test_twelve_bytes_a_parameter_and_the_gradients_that_wait_are_enough[cpu+disk-three-fp32]",
     ),
-    Fault("a-trial-run-draws-random-numbers", "tracing.side_effects:_random_states_kept").by(
-        replace("random.setstate(python)", "random.random()"),
+    Fault("a-trial-run-draws-random-numbers", "tracing.side_effects:no_side_effects").by(
+        replace("stack.callback(random.setstate, random.getstate())", "random.random()"),
         "tests/session/test_types.py::test_no_random_number_is_drawn[0.5]",
     ),
     Fault("a-checkpoint-lacks-a-moment", "session.saving:Saving._tensors").by(

@@ -45,7 +45,8 @@ def expect_rows(batch_size: int, ranks: int) -> None:
         )
 
 
-def _together(*decorators: Callable[[Verb], Verb]) -> Callable[[Verb], Verb]:
+def all_of(*decorators: Callable[[Verb], Verb]) -> Callable[[Verb], Verb]:
+    """One decorator in the place of several, in their order."""
     return lambda verb: reduce(lambda inner, decorator: decorator(inner), reversed(decorators), verb)
 
 
@@ -83,7 +84,7 @@ clip_option = click.option(
     "--clip", type=click.FloatRange(min=0, min_open=True), metavar="X", help="Largest global norm of the gradients."
 )
 
-memory_options = _together(
+memory_options = all_of(
     click.option("--device", metavar="D", help="cpu, emulated, cuda or cuda:N; CUDA where there is one."),
     click.option("--precision", metavar="fp32|bf16|fp16", help="The type that the model computes in."),
     click.option("--device-memory", metavar="B", help="Budget of the device, such as 6GiB or 70%."),
@@ -99,7 +100,7 @@ memory_options = _together(
     ),
 )
 
-batch_options = _together(
+batch_options = all_of(
     click.option("--model", required=True, metavar="NAME|DIR|FILE.json", help="`patrickstar models` lists the names."),
     whole_number("--batch-size", 4, says="Sequences at a time, of all ranks together."),
     whole_number("--seq-len", 64, least=2, says="Tokens of a sequence."),

@@ -150,11 +150,8 @@ def shape_named(name: str) -> Shape:
     """The shape that has a given name. ConfigError: there is none; names the nearest."""
     if name in MODELS:
         return MODELS[name]
-    # People type gpt2-XL and gpt_175b: the nearest name is the same one in another case.
-    close = {known.lower(): known for known in MODELS}.get(name.lower())
-    hint = f'; did you mean "{close}"?' if close else nearest(name, MODELS)
     raise ConfigError(
-        f"--model {name}: no name that `patrickstar models` lists, no configuration (FILE.json), no directory{hint}"
+        f"--model {name}: no name that `patrickstar models` lists, no configuration (FILE.json), no directory{nearest(name, MODELS)}"
     )
 
 

@@ -127,7 +127,9 @@ def _train(training: TrainingRun, validation: Sequence[Batch], forecast: Forecas
             training.display.note(f"log: {request.log_json}")
         compares = request.compare_plain and training.stopped is None
         final = digests(training.session.state_dict()) if compares else {}
-        return ManagedRun(progress.losses, final, random_state, _scaling(training))
+        scaler, skipped = training.session.scaler, len(progress.losses) - training.session.stats().steps
+        scaling = Scaling(scaler.get_scale(), skipped) if scaler.is_enabled() else None
+        return ManagedRun(progress.losses, final, random_state, scaling)
 
 
 def _compare(request: Request, data: Data, display: Display, managed: ManagedRun, world: World) -> Comparison:
@@ -160,14 +162,6 @@ def _plain_precision(model: nn.Module, arguments: MemoryOptions, *, accumulate: 
         whole=found.whole,
         loss_scale=(arguments.options.loss_scale or patrickstar.LossScale()) if found.scales else None,
     )
-
-
-def _scaling(training: TrainingRun) -> Scaling | None:
-    """Scaling of the run's losses, in this process's steps."""
-    scaler = training.session.scaler
-    if not scaler.is_enabled():
-        return None
-    return Scaling(scaler.get_scale(), len(training.progress.losses) - training.session.stats().steps)
 
 
 def computing_device(arguments: MemoryOptions) -> torch.device:

@@ -6,10 +6,11 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
+from patrickstar.cli.flags import all_of
 from patrickstar.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from patrickstar.cli.batches import Batch
     from patrickstar.session.forecast import Forecast
 
-Verb = TypeVar("Verb", bound=Callable[..., Any])
 METHODS: Final = ("ring", "rsa", "ulysses")
 _NEAR: Final = 1 / 8
 
@@ -106,7 +106,7 @@ class Together:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         from patrickstar.cli.batches import as_batch
-        from patrickstar.parallel.model_groups import groups_of
+        from patrickstar.parallel.transformer_models import groups_of
 
         groups = groups_of(model)
         before = {name: group.sent.imagined for name, group in groups.items()}
@@ -166,19 +166,16 @@ def _rows_of_square(text: str) -> int:
     return int(rows)
 
 
-def together_options(verb: Verb) -> Verb:
-    """The flags."""
-    kind = click.IntRange(min=1)
-    for option in (
-        click.option(
-            "--tensor-2d",
-            type=_rows_of_square,
-            metavar="QxQ",
-            default="1x1",
-            help="Cut every matrix into blocks over so many ranks.",
-        ),
-        click.option("--sequence-method", type=click.Choice(METHODS), default=METHODS[0], show_default=True),
-        click.option("--context-parallel", type=kind, metavar="N", default=1, help="Cut sequences over N ranks."),
-    ):
-        verb = option(verb)
-    return verb
+together_options = all_of(
+    click.option(
+        "--context-parallel", type=click.IntRange(min=1), metavar="N", default=1, help="Cut sequences over N ranks."
+    ),
+    click.option("--sequence-method", type=click.Choice(METHODS), default=METHODS[0], show_default=True),
+    click.option(
+        "--tensor-2d",
+        type=_rows_of_square,
+        metavar="QxQ",
+        default="1x1",
+        help="Cut every matrix into blocks over so many ranks.",
+    ),
+)

@@ -147,25 +147,23 @@ def can_replay_in(cell: Cell, dtype: torch.dtype) -> bool:
     )
 
 
-def replay_in(cell: Cell, place: Tensor) -> None:
-    """Carries out the calls of a storage, as `replay` does, in a 1-D tensor of the storage's size. Only where `can_replay_in`."""
-    with torch.random.fork_rng(devices=[]):
-        for call in _needed(cell):
-            _carry_out(call, {}, place)
+def replay(cell: Cell, place: Tensor | None = None) -> torch.UntypedStorage:
+    """The contents of a storage, made again. Torch's random state is afterwards as before. Modes and gradients must be off.
 
-
-def replay(cell: Cell) -> torch.UntypedStorage:
-    """The contents of a storage, made again. Torch's random state is afterwards as before. Modes and gradients must be off."""
+    `place`: a 1-D tensor of the storage's size, in which they are made. Only where `can_replay_in`.
+    """
     calls = _needed(cell)
     uses = Counter(id(operand.cell) for call in calls for operand in call.operands())
     storages: dict[int, torch.UntypedStorage] = {}
     with torch.random.fork_rng(devices=[]):
         for call in calls:
-            _carry_out(call, storages)
+            _carry_out(call, storages, place)
             for operand in call.operands():
                 uses[id(operand.cell)] -= 1
                 if not uses[id(operand.cell)] and operand.cell is not cell:
                     storages.pop(id(operand.cell), None)  # nothing needs it any more
+    if place is not None:
+        return place.untyped_storage()
     return storages[id(cell)] if id(cell) in storages else room(cell.nbytes)
 
 
@@ -197,7 +195,7 @@ def _needed(cell: Cell) -> list[Call]:
     return sorted(found.values(), key=lambda call: call.number)
 
 
-def _carry_out(call: Call, storages: dict[int, torch.UntypedStorage], place: Tensor | None = None) -> None:
+def _carry_out(call: Call, storages: dict[int, torch.UntypedStorage], place: Tensor | None) -> None:
     def real(leaf: Any) -> Any:
         match leaf:
             case Operand(cell=cell):

@@ -154,7 +154,7 @@ class DeferredRecorder:
         with torch.inference_mode(False), _apart():
             cell = self._storages.cell(parameter)
             assert cell is not None, "a parameter without a record"
-            recipe.replay_in(cell, place)
+            recipe.replay(cell, place)
 
     # operations
 

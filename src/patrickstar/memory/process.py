@@ -137,14 +137,11 @@ def _below(path: str, source: str) -> str:
     return ""  # named from outside this namespace: what is mounted is all there is to see
 
 
-def _upwards(top: Path, below: str) -> Iterator[Path]:
+def _upwards(top: Path, below: str) -> list[Path]:
     directory = top / below
     if ".." in Path(below).parts or not directory.is_dir():
         directory = top
-    while directory != top:
-        yield directory
-        directory = directory.parent
-    yield top
+    return [each for each in (directory, *directory.parents) if each.is_relative_to(top)]
 
 
 def _read_v2(directory: Path) -> MemoryGroup | None:

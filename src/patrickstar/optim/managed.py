@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
 from patrickstar.errors import StateError
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.user_optimizer import State, check_parameters, read_groups, restore_groups, unpack
+from patrickstar.optim.user_optimizer import check_parameters, read_groups, restore_groups, unpack
 
 GRAD_SCALER_ARGUMENTS = frozenset({"grad_scaler", "grad_scale", "found_inf"})
-
-
-class StepTarget(Protocol):
-    """The session as the optimizer sees it: who does the work."""
-
-    def step_groups(self) -> None:
-        """Updates what has a gradient, with the hyper-parameters that `ManagedOptimizer.hypers()` gives now."""
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Forgets the gradients of the parameters in the groups, or makes them zero."""
-
-    def optimizer_states(self) -> Mapping[str, State]:
-        """The state by name, as whole tensors, of what was ever updated."""
-
-    @property
-    def optimizer_state(self) -> MutableMapping[Any, Any]:
-        """The state by parameter, to be read and written."""
-
-    def load_optimizer_states(self, states: Mapping[str, State]) -> None:
-        """Takes over states, in place of all there were."""
 
 
 class ManagedOptimizer(torch.optim.Optimizer):
@@ -50,11 +30,11 @@ class ManagedOptimizer(torch.optim.Optimizer):
     of the original is changed at any time, so nothing must be put back if something raises.
     """
 
-    def __init__(self, original: torch.optim.Optimizer, *, target: StepTarget | None, names: Mapping[int, str]) -> None:
+    def __init__(self, original: torch.optim.Optimizer, *, target: Any, names: Mapping[int, str]) -> None:
         """Takes the original's place until `detach()`.
 
         Args:
-            original: an optimizer that `check_optimizer` accepts; target: who updates; None: nobody yet;
+            original: an optimizer that `check_optimizer` accepts; target: who updates, an `OptimizerTarget`; None: nobody yet;
             names: `id(parameter)` -> name, of all parameters of the model.
         """
         # Not Optimizer.__init__, which makes groups of its own: what unpickling calls sets up hooks and nothing else.
@@ -74,9 +54,9 @@ class ManagedOptimizer(torch.optim.Optimizer):
             original.register_load_state_dict_pre_hook(self._on_original_load),
         )
 
-    def aim(self, target: StepTarget | None) -> None:
+    def aim(self, target: Any) -> None:
         """Has another one update from now on; None: nobody, until there is one."""
-        self._target: Any = target
+        self._target = target
 
     @property
     def original(self) -> torch.optim.Optimizer:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from patrickstar.config.kinds import refuse
-from patrickstar.errors import StateError, nearest
+from patrickstar.config.kinds import choice, refuse
+from patrickstar.errors import StateError
 from patrickstar.parallel.cut_batches import IGNORED, cut
 from patrickstar.parallel.group import MeshGroup, digest
 from patrickstar.parallel.kernels import autocast
@@ -307,12 +307,7 @@ def _problems(mesh: Any, method: str, layout: str | None, gradients: str) -> lis
         problems.append(f'mesh has {mesh.ndim} dimensions ({names}): give one of them, as mesh["cp"]')
     elif mesh.get_coordinate() is None:
         problems.append(f"mesh={mesh}: this process is not in it")
-    if method not in _LAYOUTS:
-        problems.append(
-            f"method={method!r}: {', '.join(map(repr, _LAYOUTS))} are known{nearest(str(method), _LAYOUTS)}"
-        )
-    elif layout is not None and layout not in _LAYOUTS[method]:
+    problems += [*choice(*_LAYOUTS).problems("method", method), *choice("sum", "mean").problems("gradients", gradients)]
+    if layout is not None and layout not in _LAYOUTS.get(method, {layout}):
         problems.append(f"layout={layout!r} for {method!r}: it has {', '.join(map(repr, _LAYOUTS[method]))}")
-    if gradients not in {"sum", "mean"}:
-        problems.append(f"gradients={gradients!r}: 'sum' and 'mean' are known")
     return problems

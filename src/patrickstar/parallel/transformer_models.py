@@ -18,6 +18,8 @@ from patrickstar.config.kinds import refuse
 from patrickstar.errors import ConfigError, StateError
 from patrickstar.hooks import Watched, watch_arguments
 from patrickstar.parallel.cut_batches import TOKENS
+from patrickstar.parallel.group import MeshGroup
+from patrickstar.parallel.tensor_2d import grid_of
 from patrickstar.parallel.token_losses import CausalLoss, token_losses
 
 _MORE_THAN_CAUSAL: Final = ("sliding_window", "softcap", "s_aux", "position_bias")
@@ -148,6 +150,15 @@ class Parallelized:
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         given = dict(self._signature.bind_partial(*args, **kwargs).arguments)
         return {**given, **given.pop("kwargs", {})}
+
+
+def groups_of(model: nn.Module) -> dict[str, MeshGroup]:
+    """The groups, by the mesh's dimension: none of a model that is not cut. ConfigError: gradients are for others to average."""
+    grid, ours = grid_of(model), Parallelized.part_of(model)
+    if ours is not None and ours.over.gradients == "mean":
+        refuse(['gradients="mean" is for DDP and FSDP2, which average: leave it out under manage()'], of="manage")
+    lines = () if grid is None else (grid.rows, grid.cols)
+    return {group.name: group for group in (*lines, *(() if ours is None else (ours.over.group,)))}
 
 
 _ATTENTION: Final = "call ContextParallel.attention in a model of your own"

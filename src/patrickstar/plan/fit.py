@@ -15,14 +15,13 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Moment, Trace
-from patrickstar.errors import BudgetError
+from patrickstar.errors import BudgetError, some
 from patrickstar.plan.plan import frees_by_moment
 from patrickstar.plan.residency import Residency
 from patrickstar.units import GIB, KIB, MIB, TIB, format_budget, hundredths
 
 _UNITS = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B"))
 _FITS, _OR = "\n  fits with: ", "  |  "
-_NAMED = 3  # of names in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +233,7 @@ def _budget(tier: str, nbytes: int) -> str:
 def name_gradients(trace: Trace) -> str:
     """A phrase for the gradients that a trace shows in their plane, which is why they need room: for `refuse_homes`."""
     names = list(dict.fromkeys(m.label for m in trace.moments if any(touch.ref.plane == GRAD for touch in m.touches)))
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"gradients that cannot be used as they arrive ({', '.join(names[:_NAMED])}{more})"
+    return f"gradients that cannot be used as they arrive ({some(names, most=3)})"
 
 
 class _Sizes:

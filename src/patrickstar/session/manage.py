@@ -32,8 +32,8 @@ from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.optim.user_optimizer import check_optimizer
 from patrickstar.parallel.group import MeshGroup
-from patrickstar.parallel.model_groups import groups_of
 from patrickstar.parallel.tensor_2d import cuts_of, grid_of
+from patrickstar.parallel.transformer_models import groups_of
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.parameters.transforms import expect_unwrapped
 from patrickstar.plan.fit import of_machine

@@ -26,12 +26,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class OptimizerTarget:
-    """A session as its optimizer sees it: `StepTarget` says what each is for. `original`: the optimizer that was passed to `manage`."""
+    """A session as its optimizer sees it: who does the work. `original`: the optimizer that was passed to `manage`."""
 
     parts: Parts
     original: torch.optim.Optimizer
 
     def step_groups(self) -> None:
+        """Updates what has a gradient, with the hyper-parameters that `ManagedOptimizer.hypers()` gives now."""
         events = self.parts.events
         events.forget_abandoned_backward()
         events.check_watch()
@@ -44,15 +45,18 @@ class OptimizerTarget:
             self.parts.executor.settle()
 
     def zero_grad(self, set_to_none: bool) -> None:
+        """Forgets the gradients of the parameters in the groups, or makes them zero."""
         self.parts.events.forget_abandoned_backward()
         names = set(read_groups(self.original.param_groups, self.parts.binding.names))
         self.parts.training.zero_grad(set_to_none=set_to_none, names=names)
 
     @cached_property
     def optimizer_state(self) -> StateMapping:
+        """The state by parameter, to be read and written."""
         return StateMapping(self.parts, self.original)
 
     def optimizer_states(self) -> dict[str, State]:
+        """The state by name, as whole tensors, of what was ever updated."""
         self.parts.begin_access()
         parts, budget = self.parts, self.parts.host_budget_bytes
         state, stretch = parts.executor.store.state, parts.executor.pilot.stretch
@@ -75,6 +79,7 @@ class OptimizerTarget:
             stretch.reserve(-needed)
 
     def load_optimizer_states(self, states: Mapping[str, State]) -> None:
+        """Takes over states, in place of all there were."""
         self.parts.begin_access()
         for name in set(self.parts.steps) - set(states):
             self.parts.weights.clear_averages(name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -146,7 +145,10 @@ def find_budgets(
     budget = {Tier.HOST: costs.room_bytes}
     limit = has.resident_bytes - weight_bytes + costs.room_bytes
     if memory.disk is not None:
-        budget[Tier.DISK] = _disk_budget(memory.disk, memory.disk_memory, free=has.disk_free_bytes) // local_ranks
+        free, wanted = has.disk_free_bytes, memory.disk_memory
+        free = free_bytes(memory.disk) if free is None else free
+        disk = int(free * DISK_SHARE) if wanted is None else parse_size(wanted, name="disk_memory", total_bytes=free)
+        budget[Tier.DISK] = disk // local_ranks
     if has.device == "cpu":
         if memory.device_memory is not None:
             raise ConfigError(
@@ -167,14 +169,6 @@ def find_budgets(
     device = torch.device(has.device) if has.on_gpu else _CPU
     fixed = _SMALL_TENSORS_BYTES if has.on_gpu else 0
     return Budgets(Machine(Tier.DEVICE, budget, costs), host_binds, limit, 1.0, fixed_bytes=fixed, device=device)
-
-
-def _disk_budget(directory: Path, wanted: int | str | None, *, free: int | None) -> int:
-    """The budget of the disk tier. `free`: what is free there; None: to be asked of the directory."""
-    free = free_bytes(directory) if free is None else free
-    if wanted is None:
-        return int(free * DISK_SHARE)
-    return parse_size(wanted, name="disk_memory", total_bytes=free)
 
 
 def with_retention(trace: Trace, budgets: Budgets) -> Trace:

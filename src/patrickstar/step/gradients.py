@@ -16,7 +16,7 @@ from patrickstar.core.layout import Layout
 from patrickstar.core.planes import GRAD, GradientUse, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.memory.leases import AssembledKey
-from patrickstar.optim.masters import BLOCK_NUMEL, scaled_blocks
+from patrickstar.optim.masters import blocks, scaled_blocks
 from patrickstar.optim.passes import Passes
 from patrickstar.parameters.assembled import AssembledTensors
 from patrickstar.parameters.bound import BoundParameter
@@ -232,7 +232,6 @@ class Gradients:
 
 def _take_changes(written: Tensor, kept: Tensor) -> None:
     """Widens the elements of a 16-bit tensor that are not those that the kept ones are rounded to; the others stay as they are."""
-    for start in range(0, kept.numel(), BLOCK_NUMEL):
-        block = slice(start, start + BLOCK_NUMEL)
+    for block in blocks(kept.numel()):
         changed = kept[block].to(written.dtype).view(torch.int16) != written[block].view(torch.int16)
         kept[block].copy_(torch.where(changed, written[block].to(torch.float32), kept[block]))

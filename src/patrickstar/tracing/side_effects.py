@@ -59,7 +59,11 @@ def no_side_effects(device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.jit.optimized_execution(False))  # it learns from what it runs
         stack.enter_context(torch.autograd.forward_ad._set_fwd_grad_enabled(False))
         stack.enter_context(_unwarned())
-        stack.enter_context(_random_states_kept(device))
+        stack.callback(random.setstate, random.getstate())
+        if numpy := sys.modules.get("numpy"):
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+        devices = [] if device.type == "cpu" else [device]
+        stack.enter_context(torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"))
         # `parametrize.cached()` keeps weights of a copied module under the name of the one that it is a copy of.
         stack.callback(setattr, parametrize, "_cache", parametrize._cache)
         parametrize._cache = {}
@@ -148,21 +152,3 @@ def _unwarned() -> Iterator[None]:
         torch.set_warn_always(always)
         filters[:] = before
         logger.disabled = disabled
-
-
-@contextmanager
-def _random_states_kept(device: torch.device) -> Iterator[None]:
-    """A context after which Python's, NumPy's and torch's random states, a device's too, are as they were."""
-    python, torch_state = random.getstate(), torch.get_rng_state()
-    on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        torch.set_rng_state(torch_state)
-        if on_device is not None:
-            torch.get_device_module(device).set_rng_state(on_device, device)
-        if numpy:
-            numpy.random.set_state(numpy_state)

@@ -98,7 +98,9 @@ class KnownValues:
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any, given: Sequence[Tensor]) -> None:
         """Gives what an operation has made or written its values, or takes them away. `given`: the tensors among its operands."""
         if _draws(func):
-            self._draw(func, args, kwargs, result)
+            number = self._drawn_number(func.overloadpacket, _by_name(func, args, kwargs), result)
+            if number is None or not self._fill(result, number, drawn=True):
+                self._forget_written(func, args, kwargs)
         elif func is _aten.lift_fresh.default:  # torch.tensor(number)
             self._fill(result, args[0], drawn=False)
         else:
@@ -115,11 +117,6 @@ class KnownValues:
                 )
         with Undispatched():
             return content.of(tensor).item()
-
-    def _draw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        number = self._drawn_number(func.overloadpacket, _by_name(func, args, kwargs), result)
-        if number is None or not self._fill(result, number, drawn=True):
-            self._forget_written(func, args, kwargs)
 
     def _drawn_number(self, packet: Any, given: dict[str, Any], result: Any) -> Tensor | float | None:
         """The quantile of the distribution; of several, a tensor that is one number or has the shape of the result. None: there is none."""
