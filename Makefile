@@ -24,8 +24,9 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 	touch $(STAMP)
 
 # TRL brings pandas, pyarrow and more, diffusers Pillow: only the full suite has their loops, and that of timm, which asks for a torchvision of torch's own build.
+# Ray takes 240 MB.
 $(STAMP_FULL): $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt --editable '.[trl,diffusers,browser]'
+	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt --editable '.[trl,diffusers,browser,ray]'
 	$(BIN)/python -m pip install --quiet --no-deps --constraint requirements/constraints.txt timm
 	touch $(STAMP_FULL)
 

@@ -17,7 +17,8 @@ from patrickstar.elastic.job_directory import JobDirectory
 from patrickstar.errors import StateError
 
 SOURCE = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{SOURCE}/src:{SOURCE}", "OMP_NUM_THREADS": "1"}
+PATHS = f"{SOURCE}/src", f"{SOURCE}", os.environ.get("PYTHONPATH", f"{SOURCE}")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": ":".join(PATHS), "OMP_NUM_THREADS": "1"}
 
 
 def program(total: int, seconds: float) -> list[str]:

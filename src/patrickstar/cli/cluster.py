@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from patrickstar.cli import flags
+from patrickstar.elastic.ray_cluster import RayCluster
 from patrickstar.errors import ConfigError
 
 
@@ -84,8 +85,29 @@ def simulate(workload: Path, name: str, **given: Any) -> None:
 @flags.path("--report", "FILE.html", says="A page with pictures and tables.")
 @click.option("--resume", is_flag=True, help="Go on with what was ended or killed.")
 @flags.debug_option
-def share(jobs_file: Path, name: str, gpus: int | None, report: Path | None, resume: bool) -> int:
+def share(jobs_file: Path, gpus: int | None, **given: Any) -> int:
     """Run jobs that share the GPUs of this machine. JOBS.yaml may be edited meanwhile; all else is in JOBS.share beside it."""
+    return _run_jobs(jobs_file, gpus, **given)
+
+
+@cluster.command()
+@click.argument("jobs_file", metavar="JOBS.yaml", type=click.Path(path_type=Path))
+@click.option("--address", metavar="ADDR", help="Of the cluster; by default RAY_ADDRESS, or that of this machine.")
+@click.option("--policy", "name", metavar="NAME", default="soonest", show_default=True, help="As in `simulate`.")
+@flags.path("--report", "FILE.html", says="A page with pictures and tables.")
+@click.option(
+    "--resources", metavar="JSON", help="What a rank takes of a node, such as '{\"rank\": 1}'; a GPU by default."
+)
+@click.option("--resume", is_flag=True, help="Go on with what was ended or killed.")
+@flags.debug_option
+def ray(jobs_file: Path, address: str | None, resources: str | None, **given: Any) -> int:
+    """Run jobs as `share` does, on nodes of a Ray cluster, which may come and go, and must all see the directory of JOBS.yaml."""
+    return _run_jobs(jobs_file, None, RayCluster(address, resources), **given)
+
+
+def _run_jobs(
+    jobs_file: Path, gpus: int | None, nodes: RayCluster | None = None, *, name: str, report: Path | None, resume: bool
+) -> int:
     from patrickstar.cluster.figures import figures
     from patrickstar.cluster.job_view import Cluster
     from patrickstar.cluster.policies.catalogue import find_policy
@@ -96,17 +118,20 @@ def share(jobs_file: Path, name: str, gpus: int | None, report: Path | None, res
     from patrickstar.sharing.sharing_directory import SharingDirectory
 
     policy = find_policy(name)
-    gpus, jobs = read_jobs(jobs_file, gpus=gpus)
+    most, jobs = read_jobs(jobs_file, gpus=gpus, otherwise=1 << 16 if nodes else None)  # all that nodes have
     directory = SharingDirectory(jobs_file.with_suffix(".share"))
     with directory.held(resume=resume, say=click.echo) as lock:
+        executor = ElasticRuns(directory.path, gpus=most, lock=lock, nodes=nodes)
+        gpus = executor.gpus
         click.echo(f"{len(jobs)} jobs on {gpus} GPUs or slots, {name}; state and output in {directory.path}")
         dispatcher = Dispatcher(
             path=jobs_file,
             policy=policy,
-            cluster=Cluster(gpus=gpus, gpus_per_node=gpus, start_s=10.0),
-            executor=ElasticRuns(directory.path, gpus=gpus, lock=lock),
+            cluster=Cluster(gpus=gpus, gpus_per_node=max(1, gpus), start_s=10.0),
+            executor=executor,
             directory=directory,
             say=click.echo,
+            limit=most,
         )
         dispatcher.run(resume=resume)
     rows: list[tuple[str, ...]] = [("job", "state", "submitted", "started", "predicted end", "end", "resizes")]

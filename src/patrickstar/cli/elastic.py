@@ -30,9 +30,11 @@ def elastic() -> None:
 )
 @whole_number("--threads", says="Threads of each rank, at every size; cores / max by default.")
 @click.option("--at", metavar="STEP:N,...", default="", help="Resizes planned beforehand.")
+@click.option("--ray", "address", hidden=True)  # `cluster ray` gives these
+@click.option("--resources", hidden=True)
 @click.option("--replace", is_flag=True, help="Start another process for one that is lost.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(command: tuple[str, ...], at: str, **given: Any) -> int:
+def run(command: tuple[str, ...], at: str, address: str | None, resources: str | None, **given: Any) -> int:
     """Run a program as an elastic job: `patrickstar elastic run --min 1 --max 4 -- python train.py`."""
     least, most = given["min"], given["max"]
     size = given["size"] or least
@@ -49,8 +51,10 @@ def run(command: tuple[str, ...], at: str, **given: Any) -> int:
     ]
     refuse(problems, of="elastic run")
     from patrickstar.elastic.job_directory import JobDirectory
+    from patrickstar.elastic.ray_cluster import RayCluster
     from patrickstar.elastic.supervisor import JobRequest, Supervisor, threads_of
 
+    nodes = RayCluster(address, resources) if address else None
     directory = JobDirectory(
         given["job_dir"] or Path("runs") / f"elastic-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     )
@@ -66,7 +70,7 @@ def run(command: tuple[str, ...], at: str, **given: Any) -> int:
         planned=at,
     )
     click.echo(f"job in {directory.path}", err=True)
-    return Supervisor(request, directory).run()
+    return Supervisor(request, directory, nodes).run()
 
 
 @elastic.command()

@@ -10,25 +10,29 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Final
 
 _PR_SET_PDEATHSIG: Final = 1
+_LOOPBACK: Final = "lo" if sys.platform == "linux" else "lo0"
 
 
 class RankProcess:
     """A process of a job. `member`: its number in it, which no other process of the job ever has. `slot`: its place on the machine."""
+
+    ends_by = signal.SIGTERM  # where its parent does
 
     def __init__(self, command: Sequence[str], member: int, slot: int, environment: Mapping[str, str]) -> None:
         self.member, self.slot = member, slot
         own = {"RANK": str(member), "LOCAL_RANK": str(slot)}
         self._process = subprocess.Popen(  # noqa: S603  (the program that the user gave)
             command,
-            env={**os.environ, **environment, **own},
+            env={"GLOO_SOCKET_IFNAME": _LOOPBACK, **os.environ, **environment, **own},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            preexec_fn=end_with_parent,  # noqa: PLW1509  (one call of the system)
+            preexec_fn=partial(end_with_parent, self.ends_by),  # noqa: PLW1509  (one call of the system)
         )
         self._stopped_at: float | None = None
         streams = (self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)
@@ -70,10 +74,10 @@ class RankProcess:
             self._process.send_signal(number)
 
 
-def end_with_parent() -> None:
+def end_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
     """Has a process that is about to begin be told to end when the one that has started it does."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(by))
 
 
 def _forward(stream: IO[bytes] | None, to: IO[str], prefix: str) -> None:

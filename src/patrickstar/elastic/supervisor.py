@@ -1,4 +1,4 @@
-"""The supervisor of a job on one machine: holds its store, starts its processes, takes orders, decides what becomes of the job when ranks are lost.
+"""The supervisor of a job: holds its store, starts its processes, takes orders, decides what becomes of the job when ranks are lost.
 
 Processes beside the ranks, which are *warm*, have run the program up to its first step and wait there without states. What ranks do at the boundary
 of a step they agree on by themselves (`comm/job.py`); here it is only seen to that there are as many processes as are asked for.
@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
@@ -34,11 +34,16 @@ from patrickstar.comm.job import (
     write_generation,
 )
 from patrickstar.elastic.job_directory import JobDirectory
+from patrickstar.elastic.node_process import NodeProcess
 from patrickstar.elastic.rank_process import RankProcess
+from patrickstar.elastic.ray_cluster import RayCluster
 
 _POLL_S: Final = 0.05
 _LOST_S: Final = (
     10.0  # after that a process that is stopped, or that does not answer where others were lost, counts as lost
+)
+_ELSEWHERE_KNOWS_S: Final = (
+    40.0  # that a machine is out of reach ranks find out by the hearts of others (`comm/watch.py`)
 )
 _ENDS_S: Final = 30.0
 _RESTARTS: Final = 3  # without a step further than ever before
@@ -70,11 +75,14 @@ def threads_of(most: int) -> int:
 
 
 class Supervisor:
-    """Runs a job to its end."""
+    """Runs a job to its end, on this machine, or on nodes. There, exit status 75 says that too few ranks are left, and may be more later."""
 
-    def __init__(self, request: JobRequest, directory: JobDirectory) -> None:
+    def __init__(self, request: JobRequest, directory: JobDirectory, nodes: RayCluster | None = None) -> None:
         self._request, self._directory = request, directory
-        self._processes: dict[int, RankProcess] = {}
+        self._host, self._lost_status = (nodes.host, os.EX_TEMPFAIL) if nodes else ("127.0.0.1", 1)
+        self._knows_s = _ELSEWHERE_KNOWS_S if nodes else _LOST_S
+        self._start_process: Callable[..., RankProcess | NodeProcess] = nodes.start if nodes else RankProcess
+        self._processes: dict[int, RankProcess | NodeProcess] = {}
         self._lost: dict[int, str] = {}
         self._next_member = 0
         self._want = request.size
@@ -122,7 +130,7 @@ class Supervisor:
 
     def _carry_out(self, order: Any) -> Mapping[str, Any]:
         if order["do"] == "resize":
-            self._devices = {"CUDA_VISIBLE_DEVICES": order["gpus"]} if "gpus" in order else self._devices
+            self._devices = order.get("devices", self._devices)
             size = int(order["size"])
             if not self._request.least <= size <= self._request.most:
                 return {"error": f"{size} ranks: this job has {self._request.least} to {self._request.most}"}
@@ -159,10 +167,10 @@ class Supervisor:
 
     def _start(self, size: int) -> None:
         """Starts the program anew with so many ranks, and those that wait; it begins with the newest checkpoint, if there is one."""
-        listening = socket.create_server(("127.0.0.1", 0))
+        listening = socket.create_server((self._host, 0))
         port = listening.getsockname()[1]
         self._store = dist.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+            self._host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
         self._next_member, self._want = 0, size
         self._environment = {
@@ -171,12 +179,11 @@ class Supervisor:
             DIRECTORY: str(self._directory.path.absolute()),
             SAVE_EVERY: str(self._request.save_every),
             PLANNED: self._request.planned,
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": self._host,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # it is here
             "LOCAL_WORLD_SIZE": str(self._request.most),
             "OMP_NUM_THREADS": str(self._request.threads),
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0"),
             "PYTHONUNBUFFERED": "1",
         }
         self._fill(size)
@@ -184,13 +191,13 @@ class Supervisor:
     def _fill(self, size: int) -> None:
         """Starts processes until there are as many as ranks and warm ones together."""
         wanted = min(self._request.most, size + self._request.warm)
-        while len(self._processes) < wanted and self._ends_with is None:
+        while len(self._processes) < wanted and self._ends_with is None and self._read("over") is None:
             slot = next(
                 slot
                 for slot in range(len(self._processes) + 1)
                 if slot not in {one.slot for one in self._processes.values()}
             )
-            self._processes[self._next_member] = RankProcess(
+            self._processes[self._next_member] = self._start_process(
                 self._request.command, self._next_member, slot, {**self._environment, **self._devices}
             )
             self._next_member += 1
@@ -248,8 +255,10 @@ class Supervisor:
 
     def _are_at_a_loss(self) -> bool:
         """Tells whether ranks have lost others, whether or not a process has ended."""
-        store = self._job()
-        return store is not None and store.check([f"survivors/{store.add('losses', 0) + 1}"])
+        if (store := self._job()) is None or not store.check([f"survivors/{(loss := store.add('losses', 0) + 1)}"]):
+            return False
+        # Not whoever was given up and has only been out of reach.
+        return any(store.check([f"survivor/{loss}/{member}"]) for member in self._processes)
 
     def _recover(self) -> int | None:
         """Has the job go on without the ranks that are lost, once those that are left have said that they know of it."""
@@ -262,7 +271,7 @@ class Supervisor:
         }
         self._unanswered_at = self._unanswered_at or time.monotonic()
         if len(said) < len(left):
-            if time.monotonic() - self._unanswered_at > _LOST_S:
+            if time.monotonic() - self._unanswered_at > self._knows_s:
                 for member in set(left) - said.keys():
                     self._processes[member].signal(signal.SIGKILL)
             return None
@@ -300,7 +309,7 @@ class Supervisor:
         if size < self._request.least or self._restarts > _RESTARTS or failed:
             where = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
             _say(f"{why}; {len(left)} of at least {self._request.least} ranks are left; {where}")
-            return failed[0] if failed and not left else 1
+            return (failed[0] if not left else 1) if failed else self._lost_status
         _say(
             f"{why}; training begins again, {'from the newest checkpoint' if newest else 'as there is no checkpoint yet'}"
         )

@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -28,10 +30,16 @@ TICK_S: Final = 30.0
 """Seconds between two decisions where nothing else happens."""
 STOPPED: Final = 143
 """The exit status of a job that was told to stop and has saved."""
+LOST: Final = os.EX_TEMPFAIL
+"""The exit status of a job that has lost too many ranks with their nodes, and can go on where there is room."""
 
 
 class JobRunner(Protocol):
     """Runs processes of jobs. A resize takes effect after a while, as does a stop: `status` says what is so."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that there are now."""
 
     def start(self, job: SharedJob, gpu_ids: Ids) -> None: ...
     def resize(self, name: str, gpu_ids: Ids, *, why: str) -> None:
@@ -45,7 +53,10 @@ class JobRunner(Protocol):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Dispatcher:
-    """Jobs of a file on the GPUs of a machine, until all have ended. `say` is given a line for each change, with its reason."""
+    """Jobs of a file on GPUs, until all have ended. `say` is given a line for each change, with its reason.
+
+    `limit`: of the GPUs that jobs may ever have together; 0: those that there are.
+    """
 
     path: Path
     policy: Policy
@@ -55,6 +66,7 @@ class Dispatcher:
     say: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     wait: Callable[[float], None] = time.sleep
+    limit: int = 0
 
     jobs: dict[str, LiveJob] = field(default_factory=dict)
     now: float = 0.0
@@ -85,10 +97,16 @@ class Dispatcher:
         for job in self.jobs.values():
             if job.gpu_ids:
                 self._look(job, passed)
+        if (gpus := self.executor.gpus) != self.cluster.gpus:
+            self.say(f"{now:8.1f} s  {gpus} GPUs are there now, {self.cluster.gpus} were")
+            self.cluster = replace(self.cluster, gpus=gpus, gpus_per_node=max(1, gpus))
+            self.state, self.decided = None, frozenset()
+        held = sum(len(job.gpu_ids) for job in self.jobs.values())
         active = [job for job in self.jobs.values() if job.finish is None and job.submit <= now]
         active.sort(key=lambda job: job.submit)
         there = frozenset((job.of.name, job.has_begun) for job in active)
-        if active and (there != self.decided or now >= self.next_tick):
+        # Where GPUs are gone that jobs still count on, those will have noticed in a moment.
+        if active and held <= self.cluster.gpus and (there != self.decided or now >= self.next_tick):
             self.decided, self.next_tick = there, now + TICK_S
             self._decide(active)
         self._carry_out(active)
@@ -106,7 +124,7 @@ class Dispatcher:
         if before == self.stamp:
             return
         try:
-            self._submit(read_jobs(self.path, gpus=self.cluster.gpus)[1])
+            self._submit(read_jobs(self.path, gpus=self.limit or self.cluster.gpus)[1])
         except ConfigError as error:
             self.say(f"{error}; jobs stay as they were")
 
@@ -132,14 +150,20 @@ class Dispatcher:
         standing = self.executor.status(job.of.name)
         if standing.exit_status is None:
             job.take(standing, self.now)
+            if len(standing.gpu_ids) < len(job.gpu_ids):  # lost, or given back: what comes next is to be decided
+                job.target = min(job.target, len(standing.gpu_ids))
             self._holds(job, standing.gpu_ids, job.why)
             if job.predicted is None and job.measured and standing.size:
                 view = job.view(self.jobs.values())
                 job.predicted = self.now + view.rest / view.speed.own_rates([standing.size]).item()
             return
-        stopped = job.state == "stopping" and standing.exit_status == STOPPED
+        lost = standing.exit_status == LOST and job.step > max([-1, *job.losses[-3:-2]])
+        stopped = lost or (job.state == "stopping" and standing.exit_status == STOPPED)
         job.state = "waiting" if stopped else "failed" if standing.exit_status else "done"
         job.has_begun = False
+        if lost:
+            job.losses.append(job.step)
+            self._tell(job.of.name, "has lost too many ranks with their nodes, and waits to go on from its checkpoint")
         if not stopped:
             job.finish = self.now
             how = f"failed with exit status {standing.exit_status}" if standing.exit_status else "has ended"
@@ -160,15 +184,20 @@ class Dispatcher:
     # decisions
 
     def _decide(self, active: list[LiveJob]) -> None:
-        views = [job.view(self.jobs.values()) for job in active]
+        gpus = self.cluster.gpus
+        there = [job.view(self.jobs.values()) for job in active if job.gpu_ids or job.of.min <= gpus]
+        # Counted anew, as there may have been more: sizes are all that is taken of a decision.
+        ids = iter(range(gpus))
+        views = [replace(one, gpu_ids=tuple(islice(ids, len(one.gpu_ids))), gpus=min(one.gpus, gpus)) for one in there]
+        pinned = {one.name for one in views if one.pinned}
         self.decisions += 1
         given: dict[str, Any] = {"now": self.now, "state": self.state, "number": self.decisions}
         rng = np.random.default_rng(self.decisions)
-        found, self.state = decide(self.policy, views, self.cluster, rng=rng, **given)
-        for job, view in zip(active, views, strict=True):
-            new = found.get(view.name)
-            job.target = len(view.gpu_ids) if view.pinned else len(new.gpu_ids) if new else 0
-            job.why = new.why if new else "others come first"
+        found, self.state = decide(self.policy, views, self.cluster, rng=rng, **given) if views else ({}, None)
+        for job in active:
+            new = found.get(job.of.name)
+            job.target = len(job.gpu_ids) if job.of.name in pinned else len(new.gpu_ids) if new else 0
+            job.why = new.why if new else "others come first" if job.of.min <= gpus else f"there are only {gpus} GPUs"
             job.is_ordered = False
 
     def _carry_out(self, active: list[LiveJob]) -> None:
@@ -182,7 +211,8 @@ class Dispatcher:
                     job.state = "stopping"
                     self.executor.stop(job.of.name)
         held = {gpu for job in self.jobs.values() for gpu in job.gpu_ids}
-        free = [gpu for gpu in range(self.cluster.gpus) if gpu not in held]
+        room = max(0, self.cluster.gpus - len(held))
+        free = [gpu for gpu in range(self.cluster.gpus) if gpu not in held][:room]
         for job in active:
             missing = job.target - len(job.gpu_ids)
             if not 0 < missing <= len(free) or job.is_ordered or not (job.can_change or job.state == "waiting"):
@@ -219,4 +249,6 @@ class Dispatcher:
                 known = Submission(name=of.name, submit=job.submit, gpus=of.max, max_gpus=of.max, course=course)
                 so_far = {name: getattr(job, name) for name in ("start", "finish", "resizes", "attained", "ran")}
                 found.append(SimulatedJob(known, 0.0, 1.0, **so_far))
-        return Outcome(self.cluster, tuple(found), self.directory.events(), (0.0,))
+        events = self.directory.events()
+        gpus = max([self.cluster.gpus - 1, *(gpu for event in events for gpu in event["gpus"])]) + 1
+        return Outcome(replace(self.cluster, gpus=gpus), tuple(found), events, (0.0,))

@@ -1,4 +1,4 @@
-"""Jobs as processes of `patrickstar elastic run` on this machine, which end with the one that has started them."""
+"""Jobs as processes of `patrickstar elastic run` on this machine, which end with the one that has started them. Ranks may be on nodes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any, Final
 from patrickstar.cluster.job_view import Ids
 from patrickstar.elastic.job_directory import JobDirectory
 from patrickstar.elastic.rank_process import end_with_parent
+from patrickstar.elastic.ray_cluster import RayCluster
 from patrickstar.errors import StateError
 from patrickstar.sharing.jobs_file import SharedJob
 from patrickstar.sharing.live_job import Standing
@@ -34,18 +35,24 @@ class _ElasticRun:
 
 
 class ElasticRuns:
-    """The executor of one machine. Each rank has as many threads as there are cores for a GPU, at every size: results depend on them.
+    """The executor. Each rank has as many threads as there are cores for a GPU, at every size: results depend on them.
 
     Args:
         path: directory of those of the jobs, and of their output. lock: a descriptor that they are to have, too.
+        gpus: of this machine, or at most of the nodes where those are given, which Ray says which of a rank has.
     """
 
-    def __init__(self, path: Path, *, gpus: int, lock: int) -> None:
-        self._path, self._lock = path, lock
-        self._threads = max(1, len(os.sched_getaffinity(0)) // gpus)
+    def __init__(self, path: Path, *, gpus: int, lock: int, nodes: RayCluster | None = None) -> None:
+        self._path, self._lock, self._most, self._nodes = path, lock, gpus, nodes
+        self._threads = nodes.threads if nodes else max(1, len(os.sched_getaffinity(0)) // gpus)
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         self._devices = [str(gpu) for gpu in range(gpus)] if shown is None else shown.split(",")
         self._runs: dict[str, _ElasticRun] = {}
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that there are now."""
+        return min(self._most, self._nodes.gpus) if self._nodes else self._most
 
     def start(self, job: SharedJob, gpu_ids: Ids) -> None:
         """Starts a job, which goes on from its newest checkpoint if there is one. Output goes to its directory."""
@@ -57,12 +64,13 @@ class ElasticRuns:
             "--threads": self._threads,
             "--save-every": _SAVE_EVERY,
             "--job-dir": directory,
+            **(self._nodes.flags if self._nodes else {}),
         }
         words = [str(word) for flag in flags.items() for word in flag]
         with (directory / "output").open("ab") as output:
             process = subprocess.Popen(  # noqa: S603  (the program that the user gave)
                 [sys.executable, "-m", "patrickstar", "elastic", "run", *words, "--", *shlex.split(job.run)],
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": self._shown(gpu_ids)},
+                env={**os.environ, **self._shown(gpu_ids)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -84,7 +92,7 @@ class ElasticRuns:
         run.standing = Standing(gpu_ids=tuple(sorted({*held, *gpu_ids})))
         order = {"do": "resize", "size": len(gpu_ids), "why": f"scheduler: {why}"}
         with suppress(StateError, OSError, ValueError):  # it has just ended, as `status` will say
-            run.directory.ask({**order, "gpus": self._shown(run.gpu_of_slot)})
+            run.directory.ask({**order, "devices": self._shown(run.gpu_of_slot)})
 
     def stop(self, name: str) -> None:
         """Has a job save and end."""
@@ -115,5 +123,6 @@ class ElasticRuns:
             process.kill()
             process.wait()
 
-    def _shown(self, gpu_ids: Ids | list[int]) -> str:
-        return ",".join(self._devices[gpu] for gpu in gpu_ids if gpu < len(self._devices))
+    def _shown(self, gpu_ids: Ids | list[int]) -> dict[str, str]:
+        shown = ",".join(self._devices[gpu] for gpu in gpu_ids if gpu < len(self._devices))
+        return {} if self._nodes else {"CUDA_VISIBLE_DEVICES": shown}

@@ -14,7 +14,7 @@ def explain(state: Mapping[str, Any], name: str | None = None) -> Iterator[str]:
     if name is not None and name not in jobs:
         raise ConfigError(f"no job {name!r} here: there are {', '.join(jobs)}{nearest(name, jobs)}")
     holders = [f"{key} has {len(job['gpu_ids'])}" for key, job in jobs.items() if job["gpu_ids"]]
-    free = state["gpus"] - sum(len(job["gpu_ids"]) for job in jobs.values())
+    free = max(0, state["gpus"] - sum(len(job["gpu_ids"]) for job in jobs.values()))
     there = ", ".join([f"{free} of {state['gpus']} are free", *holders])
     for key, job in jobs.items():
         if name in (None, key):

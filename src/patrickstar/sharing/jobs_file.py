@@ -30,8 +30,10 @@ class SharedJob:
     pinned: bool = False
 
 
-def read_jobs(path: Path, *, gpus: int | None = None) -> tuple[int, tuple[SharedJob, ...]]:
-    """The number of GPUs, the file's own where `gpus` is None, and the jobs in the order of the file.
+def read_jobs(
+    path: Path, *, gpus: int | None = None, otherwise: int | None = None
+) -> tuple[int, tuple[SharedJob, ...]]:
+    """The number of GPUs, the file's own where `gpus` is None, else `otherwise`, and the jobs in the order of the file.
 
     Raises:
         ConfigError: what is wrong there; names file, line and column. Or PyYAML is not there.
@@ -50,7 +52,7 @@ def read_jobs(path: Path, *, gpus: int | None = None) -> tuple[int, tuple[Shared
         raise ConfigError(f"{path}: {_place(mark) if mark else ''}{what or error}") from None
     if root is None:
         raise ConfigError(f"{path}: nothing there; `jobs:` is expected")
-    return _JobsReader(path, yaml.SafeLoader("")).jobs(root, gpus)
+    return _JobsReader(path, yaml.SafeLoader("")).jobs(root, gpus, otherwise)
 
 
 def _place(mark: Any) -> str:
@@ -89,10 +91,10 @@ class _JobsReader:
             raise self.error(node, f"{key}: {found} is less than {least} or without end")
         return found
 
-    def jobs(self, root: Any, gpus: int | None) -> tuple[int, tuple[SharedJob, ...]]:
+    def jobs(self, root: Any, gpus: int | None, otherwise: int | None) -> tuple[int, tuple[SharedJob, ...]]:
         top = dict(self.entries(root, ("gpus", "jobs")))
         own = self.value("gpus", top["gpus"], "int") if "gpus" in top else None
-        if (gpus := gpus or own) is None:
+        if (gpus := gpus or own or otherwise) is None:
             raise self.error(root, "`gpus:` is missing, the GPUs of this machine or its slots; or give --gpus")
         if "jobs" not in top or top["jobs"].id != "sequence" or not top["jobs"].value:
             raise self.error(top.get("jobs", root), "`jobs:` is to be a list of jobs, each beginning with `- name:`")

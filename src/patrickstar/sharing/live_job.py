@@ -40,6 +40,7 @@ class LiveJob:
     Attributes:
         state: waiting, running, stopping, done or failed. predicted: its end as it was expected when its speed was first known.
         target: GPUs that it is to have. is_ordered: whether it has been told so.
+        losses: steps at which it was lost with nodes.
         measured: steps, and the seconds that they took, by size. mark: size, and the step that it has come to, when.
     """
 
@@ -61,6 +62,7 @@ class LiveJob:
     predicted: float | None = None
     resizes: int = 0
     epochs_at_change: int = 0
+    losses: list[int] = field(default_factory=list)
     measured: dict[int, list[float]] = field(default_factory=dict)
     mark: tuple[int, int, float | None] = (0, 0, None)
 
