@@ -14,6 +14,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -298,6 +299,29 @@ def scheduling(part: str) -> str:
     )
 
 
+def resizes() -> str:
+    """Changes of the number of ranks, beside save, stop, start, load."""
+    found = result("elastic")
+    machine, rounds = found["machine"], found["rounds"]
+    low, high = found["step_ratio_interval"]
+    carried = sorted(one["loopback"] for one in rounds)
+    before = paragraph(
+        f"GPT-2 (124M, fp32) on ranks that share one machine ({machine['cores']} cores, {machine['cpu'].strip()}, torch {machine['torch']}), with warm",
+        "processes: seconds from the last update before to the first forward after, on the slowest rank, and of the same job that is told to save",
+        f"and stop, and started again. Medians of {len(rounds)} rounds in turn, with the smallest and the largest. The loopback carries",
+        f"{statistics.median(carried) / 1e9:.1f} GB/s ({carried[0] / 1e9:.1f} to {carried[-1] / 1e9:.1f}). A step under `elastic run` takes",
+        f"{found['step_ratio']:.3f} ({low:.3f} to {high:.3f}) of one alone. `python benchmarks/elastic.py` measures it on yours.",
+    )
+    rows = []
+    for at, (old, new) in enumerate(pairwise(found["sizes"])):
+        ours, theirs = ([one["in_process"]["seconds"][at] for one in rounds], [one["stopped"][at] for one in rounds])
+        moved = rounds[0]["in_process"]["moved_bytes"][at]
+        cells = (f"{statistics.median(each):.1f} ({min(each):.1f} to {max(each):.1f})" for each in (ours, theirs))
+        rows.append(f"| {old} to {new} | {' | '.join(cells)} | {moved / 1e6:.0f} MB |")
+    heads = "| ranks | resized, s | stopped and started, s | moved |"
+    return "\n".join([before, "", heads, "|---" * 4 + "|", *rows])
+
+
 def decisions() -> str:
     """Seconds of single decisions, measured."""
     found = result("cluster")
@@ -321,6 +345,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "rows in memory": rows_in_memory,
     **{f"scheduling {part}": partial(scheduling, part) for part in ("fitted", "artifact", "short", "robust")},
     "scheduling decisions": decisions,
+    "resizes": resizes,
 }
 
 

@@ -1,11 +1,27 @@
-"""Allocations of rigid policies: every job the GPUs asked for and its own batch, in an order, or nothing."""
+"""Rigid policies: every job the GPUs asked for and its own batch, in an order, or nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+from numpy.random import Generator
 
 from patrickstar.cluster.gpu_ids import place
-from patrickstar.cluster.job_view import Allocation, Cluster, Jobs, JobView
+from patrickstar.cluster.job_view import Allocation, Cluster, Decision, Jobs, JobView
+
+
+def fifo(jobs: Jobs, cluster: Cluster, now: float, state: Any, rng: Generator) -> Decision:
+    """Allocations in order of submission, higher priorities first, until the first that does not fit: nobody overtakes it. What runs keeps its GPUs."""
+    order = sorted(jobs, key=lambda job: (not job.gpu_ids, -job.priority, job.submit))
+    return in_order(order, cluster, why=lambda job: f"submitted at {job.submit:g} s, as asked", waits=True), state
+
+
+def srtf(jobs: Jobs, cluster: Cluster, now: float, state: Any, rng: Generator) -> Decision:
+    """Allocations in order of the seconds of work left on the GPUs asked for; what does not fit is passed over, and long jobs that run are stopped."""
+    left = {job.name: job.rest / job.speed.own_rates([job.asked]).item() for job in jobs}
+    order = sorted(jobs, key=lambda job: (-job.priority, left[job.name], job.submit))
+    return in_order(order, cluster, why=lambda job: f"{left[job.name]:.0f} s left, shorter ones first"), state
 
 
 def in_order(
