@@ -25,7 +25,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "steps.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("ranks", "long-sequences", "tensor-2d", "scheduling")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("ranks", "long-sequences", "tensor-2d", "elastic", "scheduling")),
 )
 GIB = 1 << 30
 MIB = 1 << 20
@@ -306,8 +306,8 @@ def resizes() -> str:
     low, high = found["step_ratio_interval"]
     carried = sorted(one["loopback"] for one in rounds)
     before = paragraph(
-        f"GPT-2 (124M, fp32) on ranks that share one machine ({machine['cores']} cores, {machine['cpu'].strip()}, torch {machine['torch']}), with warm",
-        "processes: seconds from the last update before to the first forward after, on the slowest rank, and of the same job that is told to save",
+        f"GPT-2 (124M, fp32) on ranks that share one machine ({machine['cores']} cores, {machine['cpu'].strip()}, torch {machine['torch']}), with",
+        "warm processes: seconds from the last update to the first forward after, on the slowest rank, and of the same job that is told to save",
         f"and stop, and started again. Medians of {len(rounds)} rounds in turn, with the smallest and the largest. The loopback carries",
         f"{statistics.median(carried) / 1e9:.1f} GB/s ({carried[0] / 1e9:.1f} to {carried[-1] / 1e9:.1f}). A step under `elastic run` takes",
         f"{found['step_ratio']:.3f} ({low:.3f} to {high:.3f}) of one alone. `python benchmarks/elastic.py` measures it on yours.",

@@ -11,7 +11,7 @@ from patrickstar.cluster.gpu_ids import assign
 from patrickstar.cluster.job_view import Cluster
 from patrickstar.cluster.policies.catalogue import POLICIES
 from patrickstar.cluster.policies.greedy import share_out, size_grid
-from patrickstar.cluster.policies.las import THRESHOLD_GPU_S
+from patrickstar.cluster.policies.rigid import THRESHOLD_GPU_S
 from tests.cluster.traces import view
 
 EIGHT = Cluster(gpus=8, gpus_per_node=4)

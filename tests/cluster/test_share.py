@@ -79,7 +79,7 @@ def test_three_jobs_on_two_slots_have_the_weights_of_each_alone(tmp_path: Path) 
     assert "long" in (tmp_path / "r.html").read_text()
 
 
-MANY = {f"j{number:02}": 30 + 30 * (number * 5 % 12) for number in range(12)}
+MANY = {f"j{number:02}": 6 + 6 * (number * 5 % 12) for number in range(12)}
 
 
 @pytest.mark.campaign
@@ -88,7 +88,7 @@ def test_twelve_jobs_end_when_a_simulation_says(tmp_path: Path) -> None:
     for policy in ("fifo", "las", "soonest"):
         path = tmp_path / policy / "JOBS.yaml"
         path.parent.mkdir()
-        jobs = [job(name, steps, 0.2, max=2 + 2 * (number % 2)) for number, (name, steps) in enumerate(MANY.items())]
+        jobs = [job(name, steps, 1.2, max=2 + 2 * (number % 2)) for number, (name, steps) in enumerate(MANY.items())]
         running = share(write_jobs(path, *jobs, gpus=4), policy=policy)
         output, _ = running.communicate(timeout=1500)
         assert running.returncode == 0, output

@@ -35,24 +35,14 @@ from patrickstar.config.kinds import refuse
 from patrickstar.core.resharding import Member, order_of_least_movement
 from patrickstar.errors import ConfigError
 
-SIZES: Final = "PATRICKSTAR_ELASTIC"
-"""Names the fewest and the most ranks of a job, as `1:4`."""
-
-PRESENT: Final = "PATRICKSTAR_SIZE"
-"""Names how many ranks a job begins with; the fewest by default."""
-
-DIRECTORY: Final = "PATRICKSTAR_JOB_DIR"
-"""Names the directory of a job that is supervised: of its log and its checkpoints."""
-
-SAVE_EVERY: Final = "PATRICKSTAR_SAVE_EVERY"
-"""Names after how many steps a checkpoint is written."""
-
-PLANNED: Final = "PATRICKSTAR_AT"
-"""Names sizes that are planned beforehand, as `100:2,200:4`: from step 100 on there are two ranks."""
-
-NOW: Final = "patrickstar/now"
-"""Is where a store has the prefix of the job that is there now."""
-
+SIZES: Final = "PATRICKSTAR_ELASTIC"  # the fewest and the most ranks of a job, as `1:4`
+PRESENT: Final = "PATRICKSTAR_SIZE"  # how many ranks a job begins with; the fewest by default
+DIRECTORY: Final = "PATRICKSTAR_JOB_DIR"  # of a job that is supervised: of its log and its checkpoints
+SAVE_EVERY: Final = "PATRICKSTAR_SAVE_EVERY"  # steps from checkpoint to checkpoint
+PLANNED: Final = (
+    "PATRICKSTAR_AT"  # sizes that are planned beforehand, as `100:2,200:4`: from step 100 on there are two ranks
+)
+NOW: Final = "patrickstar/now"  # where a store has the prefix of the job that is there now
 _WAITS_S: Final = 0.01
 _TELLS_S: Final = 0.5
 

@@ -39,12 +39,9 @@ from patrickstar.elastic.rank_process import RankProcess
 from patrickstar.elastic.ray_cluster import RayCluster
 
 _POLL_S: Final = 0.05
-_LOST_S: Final = (
-    10.0  # after that a process that is stopped, or that does not answer where others were lost, counts as lost
-)
-_ELSEWHERE_KNOWS_S: Final = (
-    40.0  # that a machine is out of reach ranks find out by the hearts of others (`comm/watch.py`)
-)
+# After that a process that is stopped, or does not answer where others were lost, counts as lost; on nodes ranks find out by hearts (`comm/watch.py`)
+_LOST_S: Final = 10.0
+_ELSEWHERE_KNOWS_S: Final = 40.0
 _ENDS_S: Final = 30.0
 _RESTARTS: Final = 3  # without a step further than ever before
 
@@ -120,11 +117,8 @@ class Supervisor:
         elif number == signal.SIGUSR2:
             self._ask(self._request.most, "signal")
         else:
-            again, self._ends_with, self._ends_at = (
-                self._ends_with is not None,
-                128 + number,
-                time.monotonic() + _ENDS_S,
-            )
+            again, self._ends_with = self._ends_with is not None, 128 + number
+            self._ends_at = time.monotonic() + _ENDS_S
             for process in self._processes.values():
                 process.signal(signal.SIGKILL if again else signal.SIGTERM)
 
@@ -192,11 +186,7 @@ class Supervisor:
         """Starts processes until there are as many as ranks and warm ones together."""
         wanted = min(self._request.most, size + self._request.warm)
         while len(self._processes) < wanted and self._ends_with is None and self._read("over") is None:
-            slot = next(
-                slot
-                for slot in range(len(self._processes) + 1)
-                if slot not in {one.slot for one in self._processes.values()}
-            )
+            slot = min({*range(len(self._processes) + 1)} - {one.slot for one in self._processes.values()})
             self._processes[self._next_member] = self._start_process(
                 self._request.command, self._next_member, slot, {**self._environment, **self._devices}
             )

@@ -147,7 +147,7 @@ class GradientAccess:
                 assert own is not None, f"{bound.owner} has no gradient of the user's own"
                 bound.of(own.detach()).add_(gradient)
             elif gradient is not None:
-                self._owner.added_to_own()
+                self._owner.gradient(bound.name, None)
 
     def get(self, bound: BoundParameter) -> Tensor | None:
         """The value of `p.grad`."""

@@ -47,11 +47,8 @@ class Owner(Protocol):
     def escaped(self, key: WeightKey) -> None:
         """Notes that memory of a weight unit, or of a copy, has been handed out to code that can write to it unseen."""
 
-    def gradient(self, name: str, gradient: Tensor) -> None:
-        """Takes a gradient that has arrived in backward."""
-
-    def added_to_own(self) -> None:
-        """Notes that a backward has added to a gradient of the user's own, which stays where it is."""
+    def gradient(self, name: str, gradient: Tensor | None) -> None:
+        """Takes a gradient that has arrived in backward; None: it was added to one of the user's own, which stays where it is."""
 
     def has_gradient(self, name: str) -> bool:
         """Tells whether a parameter has a gradient."""

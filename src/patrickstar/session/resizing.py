@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -120,7 +120,8 @@ class Resizing:
 
         try:
             of_all = AllRanks(shared).tell(f"a resize to {generation.size} ranks", build)
-            _expect_one_program({alike for _, _, alike in of_all})
+            if len(facts := {alike for _, _, alike in of_all}) > 1:
+                raise StateError(f"a process that joins has another program: {' and '.join(sorted(facts))}")
             contents, keeps = of_all[0][0], all(has_room for _, has_room, _ in of_all)
             assert contents is not None, "the first rank was there"
             moves = Resharding(contents.members, tuple(generation.members))
@@ -232,12 +233,6 @@ def collect() -> None:
     """Gives back the memory of parts that nobody has any more. They refer to their hooks, and these to them: Python would find that out later."""
     gc.collect()
     release_free_memory()
-
-
-def _expect_one_program(facts: Collection[str]) -> None:
-    """Raises StateError where processes have other models or optimizers."""
-    if len(facts) > 1:
-        raise StateError(f"a process that joins has another program: {' and '.join(sorted(facts))}")
 
 
 def _units(parts: Parts) -> tuple[PlaneRef, ...]:

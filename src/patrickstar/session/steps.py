@@ -185,12 +185,8 @@ class StepsToDo:
 
     def _is_due(self, resizing: Resizing) -> bool:
         every = resizing.job.save_every
-        return (
-            every > 0
-            and self._session.is_member
-            and self.step % every == 0
-            and self._saved < self.step < self._draws.total
-        )
+        is_new = self._session.is_member and self._saved < self.step < self._draws.total
+        return is_new and every > 0 and self.step % every == 0
 
     def _save(self, resizing: Resizing) -> None:
         if resizing.job.directory is not None and self._saved != self.step:

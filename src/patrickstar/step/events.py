@@ -148,10 +148,10 @@ class Events(Owner):
     def thawed(self, name: str) -> None:
         self.late_planes.thaw(name)
 
-    def added_to_own(self) -> None:
-        self.training.added_to_own()
-
-    def gradient(self, name: str, gradient: Tensor) -> None:
+    def gradient(self, name: str, gradient: Tensor | None) -> None:
+        if gradient is None:
+            self.training.notice_backward()
+            return
         if self.handed_out.watched:
             self.handed_out.check()
         if gradient.layout is not torch.strided:

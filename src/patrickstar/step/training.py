@@ -78,16 +78,12 @@ class Training(ABC):
 
     # backward calls: torch tells of the end of the innermost one alone, and only whoever asks inside of that
 
-    def _notice_backward(self) -> None:
+    def notice_backward(self) -> None:
         """Notes that the innermost backward has a gradient to give, now or at its end."""
-        self._bringing = backward_id()
-        self.executor.pilot.stretch.gives_gradients()
-        at_end_of_backward(self._end)
-
-    def added_to_own(self) -> None:
-        """Notes that a backward has added to a gradient of the user's own."""
         if self._bringing != backward_id():
-            self._notice_backward()
+            self._bringing = backward_id()
+            self.executor.pilot.stretch.gives_gradients()
+            at_end_of_backward(self._end)
 
     def notice_recomputation(self) -> None:
         """Notes that a block is computed again: all gradients may come from backwards inside of this one, whose end is still the end of all."""

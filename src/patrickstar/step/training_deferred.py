@@ -141,7 +141,7 @@ class DeferredTraining(Training):
     def gradient(self, name: str, gradient: Tensor) -> None:
         """Takes a gradient that has arrived, which autograd keeps where nothing has to move."""
         if self._bringing != backward_id():
-            self._notice_backward()
+            self.notice_backward()
         if self.binding.gradients.stay:
             self._narrow.arrived(self.binding.records[name], gradient)
         else:
@@ -149,7 +149,7 @@ class DeferredTraining(Training):
 
     def _comes(self, name: str) -> None:
         if self._bringing != backward_id():
-            self._notice_backward()
+            self.notice_backward()
         self._narrow.comes(name)
 
     def _backward_ends(self, inside: bool) -> None:

@@ -98,7 +98,7 @@ class InBackwardTraining(Training):
             self._begin_gathering()
             self._unfinished = True
         if self._bringing != backward_id():
-            self._notice_backward()
+            self.notice_backward()
         if not self.whole.why:
             if name in self._updated:
                 raise StateError(_SECOND_BACKWARD)

@@ -137,9 +137,10 @@ class Twin(Owner):
     def escaped(self, key: WeightKey) -> None:  # noqa: ARG002
         raise CannotTrace("the forward hands out a parameter's memory (numpy(), data_ptr())")
 
-    def gradient(self, name: str, gradient: Tensor) -> None:
+    def gradient(self, name: str, gradient: Tensor | None) -> None:
         self._notice_backward()
         assert self.binding is not None
+        assert gradient is not None  # nobody has any of their own there
         if self.in_blocks and self.touches.updates_at_once(name):  # where uses are not counted
             if name in self._updated:
                 raise NotInBlocksError(f"the gradient of {name} comes in parts")
