@@ -53,7 +53,7 @@ def write_step(
     keep: int | None = None,
     shard_bytes: int = SHARD_BYTES,
     block_bytes: int = BLOCK_BYTES,
-    io: FileIO = FileIO(),
+    io: FileIO | None = None,
     writers: Writers = Writers(),  # noqa: B008  (frozen)
 ) -> Path:
     """Write one checkpoint, move `latest` to it, and return its directory, `directory/step-00000012`.
@@ -75,7 +75,7 @@ def write_step(
         ConfigError: an argument; nothing was touched. CheckpointError: something in `extra` could not be read back; nothing was touched.
         DeviceError: what could not be written, with file, offset and bytes; what `latest` names is complete, as before.
     """
-    all_ranks = writers.all_ranks
+    all_ranks, io = writers.all_ranks, io or FileIO()
     final = directory / f"step-{step:08d}"
     shared_bytes = -(-sum(entry.nbytes for entry in entries) // all_ranks.size)  # so that there is a file for each rank
 
