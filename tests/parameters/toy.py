@@ -107,7 +107,9 @@ class ToyOwner(Owner):
     def escaped(self, ref: PlaneRef) -> None:
         self.escapes.append(ref)
 
-    def gradient(self, name: str, gradient: Tensor) -> None:
+    def gradient(self, name: str, gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
         self.firings[name] += 1
         if name in self.gradients:
             self.gradients[name].add_(gradient)

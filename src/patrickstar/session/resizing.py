@@ -49,8 +49,6 @@ class Contents(NamedTuple):
 
 
 _NOTHING = Contents((), (), {}, None)
-_Built = tuple[Contents | None, bool, str]
-"""Facts that the first rank tells, whether there is room for what is moved beside what there was, and what must be alike."""
 
 
 class Resized(NamedTuple):
@@ -107,7 +105,9 @@ class Resizing:
         new: Parts | None = None
         keeps = True
 
-        def build() -> _Built:
+        def build() -> tuple[
+            Contents | None, bool, str
+        ]:  # whether both have room beside each other, and what must be alike
             nonlocal new
             new = self.ground.parts(collectives) if is_member else None
             alike = f"torch {torch.__version__}, {self.ground.facts}"

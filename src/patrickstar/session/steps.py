@@ -178,15 +178,14 @@ class StepsToDo:
         collect()
         self._load(resizing)
         if self._session.rank == 0:
-            resized = Resized(0, 0, None)
-            _write(resizing, generation, before, self.step, seconds=time.monotonic() - began, resized=resized)
+            seconds = time.monotonic() - began
+            _write(resizing, generation, before, self.step, seconds=seconds, resized=Resized(0, 0, None))
 
     # checkpoints
 
     def _is_due(self, resizing: Resizing) -> bool:
-        every = resizing.job.save_every
-        is_new = self._session.is_member and self._saved < self.step < self._draws.total
-        return is_new and every > 0 and self.step % every == 0
+        every, is_new = resizing.job.save_every, self._saved < self.step < self._draws.total
+        return is_new and self._session.is_member and every > 0 and self.step % every == 0
 
     def _save(self, resizing: Resizing) -> None:
         if resizing.job.directory is not None and self._saved != self.step:

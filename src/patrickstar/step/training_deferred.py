@@ -148,8 +148,7 @@ class DeferredTraining(Training):
             self._keep(self.binding.records[name], gradient)
 
     def _comes(self, name: str) -> None:
-        if self._bringing != backward_id():
-            self.notice_backward()
+        self.notice_backward()
         self._narrow.comes(name)
 
     def _backward_ends(self, inside: bool) -> None:

@@ -19,7 +19,6 @@ from patrickstar.parameters.changes import EscapedMemory
 from patrickstar.plan.stretch import Stretch
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.training import Training
-from patrickstar.torch_private import backward_id
 
 _SECOND_BACKWARD = (
     'a second backward before optimizer.step() with step="in_backward": parameters have been updated from the first. '
@@ -97,8 +96,7 @@ class InBackwardTraining(Training):
             self._backward_hypers = dict(self.hypers())
             self._begin_gathering()
             self._unfinished = True
-        if self._bringing != backward_id():
-            self.notice_backward()
+        self.notice_backward()
         if not self.whole.why:
             if name in self._updated:
                 raise StateError(_SECOND_BACKWARD)
