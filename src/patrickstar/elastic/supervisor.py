@@ -41,8 +41,7 @@ from patrickstar.elastic.ray_cluster import RayCluster
 _POLL_S: Final = 0.05
 # After that a process that is stopped, or does not answer where others were lost, counts as lost; on nodes ranks find out by hearts (`comm/watch.py`)
 _LOST_S: Final = 10.0
-_ELSEWHERE_KNOWS_S: Final = 40.0
-_ENDS_S: Final = 30.0
+_ELSEWHERE_KNOWS_S, _ENDS_S = 40.0, 30.0
 _RESTARTS: Final = 3  # without a step further than ever before
 
 
@@ -117,8 +116,9 @@ class Supervisor:
         elif number == signal.SIGUSR2:
             self._ask(self._request.most, "signal")
         else:
-            again, self._ends_with = self._ends_with is not None, 128 + number
-            self._ends_at = time.monotonic() + _ENDS_S
+            # At once only a second later: where a parent ends, its thread and its process each send one.
+            again, self._ends_with = time.monotonic() > self._ends_at - _ENDS_S + 1.0, 128 + number
+            self._ends_at = min(self._ends_at, time.monotonic() + _ENDS_S)
             for process in self._processes.values():
                 process.signal(signal.SIGKILL if again else signal.SIGTERM)
 
