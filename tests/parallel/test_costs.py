@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
-from bisect import bisect_right
-from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
 
+from benchmarks import papers
 from patrickstar.errors import ConfigError
 from patrickstar.parallel import costs
 
@@ -44,21 +42,11 @@ def test_alone_nothing_is_sent() -> None:
     assert costs.summa(1, B, L, H) == nothing
 
 
-def stem(system: str, ranks: int, tokens: float, hidden: int, *, broadcast: str = "ring") -> tuple[float, float]:
-    """Elements that a rank sends for one layer, forward and backward with recomputing: table 1 of Optimus, whose panels go down a "tree"."""
-    if system == "tensor":
-        return 4 * (ranks - 1) / ranks * tokens * hidden, 8 * (ranks - 1) / ranks * tokens * hidden
-    q = math.isqrt(ranks)
-    factor = (q - 1) / ranks if broadcast == "ring" else math.log2(ranks) / (2 * q)
-    forward = factor * (7 * tokens * hidden + 12 * hidden**2)
-    return forward, 3 * forward
-
-
 @pytest.mark.parametrize(("q", "batch", "layers"), [(2, 4, 1), (3, 6, 5), (4, 8, 2)])
 def test_matrices_of_gpt2_send_what_the_paper_says(q: int, batch: int, layers: int) -> None:
     tokens, h = 10, 12 * q
     found = costs.summa(q, batch, tokens, h, layers, element=8)
-    one, backward = stem("optimus", q * q, batch * tokens, h)
+    one, backward = papers.stem_elements("optimus", q * q, batch, tokens, h)
     assert found.forward == Fraction((q - 1) * layers * 8 * (7 * batch * tokens * h + 12 * h * h), q * q)
     assert found.forward == pytest.approx(8 * layers * one)
     assert found.backward == 2 * found.forward
@@ -69,84 +57,100 @@ def test_matrices_of_gpt2_send_what_the_paper_says(q: int, batch: int, layers: i
 
 def test_a_tree_sends_more_than_a_ring_from_16_ranks_on() -> None:
     for ranks, times in [(4, 2.0), (16, 8 / 3), (64, 24 / 7)]:
-        tree, ring = (stem("optimus", ranks, B * L, H, broadcast=kind)[0] for kind in ("tree", "ring"))
+        tree, ring = (papers.stem_elements("optimus", ranks, B, L, H, broadcast=kind)[0] for kind in ("tree", "ring"))
         assert tree / ring == pytest.approx(times)
 
 
 @pytest.mark.parametrize(("ranks", "times"), [(4, 2.4), (16, 0.92), (64, 0.41)])
 def test_2d_sends_less_than_1d_above_as_many_tokens_as_published(ranks: int, times: float) -> None:
-    hidden, q = 4096, math.isqrt(ranks)
-    crossing, step = 12 * hidden / (4 * q - 3), 12 * hidden / (3 * q - 4)
+    hidden = 4096
+    crossing = papers.tokens_where_2d_sends_less(ranks, hidden)
     assert crossing / hidden == pytest.approx(times, abs=0.006)
+    step = papers.tokens_where_2d_sends_less(ranks, hidden, training=True)
     for tokens, is_less in [(0.99, False), (1.01, True)]:
-        both = [stem(system, ranks, tokens * crossing, hidden)[0] for system in ("optimus", "tensor")]
+        both = [
+            papers.stem_elements(system, ranks, 1, int(tokens * crossing), hidden)[0]
+            for system in ("optimus", "tensor")
+        ]
         assert (both[0] < both[1]) is is_less
-        both = [sum(stem(system, ranks, tokens * step, hidden)) for system in ("optimus", "tensor")]
+        both = [
+            sum(papers.stem_elements(system, ranks, 1, int(tokens * step), hidden)) for system in ("optimus", "tensor")
+        ]
         assert (both[0] < both[1]) is is_less
 
 
 TABLES = {
-    # block, system: states, activations and scores in elements, as RSA's tables 1 and 2 print them
+    # block, system: states, activations and scores in elements, as printed
     ("mlp", "tensor"): lambda n: (32 * H**2 / n, 4 * B * L * H / n + B * L * H, 0),
     ("mlp", "rsa"): lambda n: (32 * H**2, 5 * B * L * H / n, 0),
     ("attention", "tensor"): lambda n: (16 * A * Z * H / n, 4 * B * L * Z * A / n + B * L * H, B * Z * L**2 / n),
     ("attention", "rsa"): lambda n: (16 * A * Z * H, 4 * B * Z * L * A / n + B * L * H / n, B * Z * L**2 / n),
+    ("linformer", "rsa"): lambda n: (
+        2 * A * Z * H,
+        2 * B * L * Z * A / n + B * L * H / n + 2 * B * Z * 16 * A,
+        B * Z * L * 16 / n,
+    ),
 }
 
 
-def test_a_model_is_the_blocks_of_the_tables() -> None:
+@pytest.mark.parametrize(("block", "system"), TABLES)
+def test_memory_of_a_block_is_as_printed(block: str, system: str) -> None:
     for n in (2, 4, 8):
-        for system in ("tensor", "rsa"):
-            blocks = [sum(TABLES[block, system](n)) for block in ("mlp", "attention")]
-            assert sum(costs.memory(system, n, B, L, H, Z, 3).values()) == 3 * sum(blocks)
+        found = papers.block_memory(block, system, n, B, L, H, Z, projection=16)
+        assert tuple(found.values()) == TABLES[block, system](n)
+        assert list(found) == ["states", "activations", "scores"]
 
 
-def test_a_sequence_cut_is_smaller_above_the_printed_crossings() -> None:
-    """They are 32 H and 16 AZ tokens of a batch: 24 H over the model's two kinds of block, of which it has as many."""
-    for tokens, is_less in [(24 * H - 1, False), (24 * H + 1, True)]:
-        cut, whole = (sum(costs.memory(system, 4, 1, tokens, H, Z, 3).values()) for system in ("rsa", "tensor"))
+def test_a_model_is_its_blocks() -> None:
+    for system in ("tensor", "rsa"):
+        blocks = [papers.block_memory(block, system, 4, B, L, H, Z) for block in ("mlp", "attention")]
+        model = costs.memory(system, 4, B, L, H, Z, 3)
+        assert sum(model.values()) == 3 * sum(sum(block.values()) for block in blocks)
+
+
+@pytest.mark.parametrize(("block", "times"), [("mlp", 32), ("attention", 16)])
+def test_a_sequence_cut_is_smaller_above_the_printed_crossing(block: str, times: int) -> None:
+    assert papers.tokens_where_sequence_is_smaller(block, H, ranks=4) == times * H
+    for tokens, is_less in [(times * H - 1, False), (times * H + 1, True)]:
+        cut, whole = (sum(papers.block_memory(block, s, 4, 1, tokens, H, Z).values()) for s in ("rsa", "tensor"))
         assert (cut < whole) is is_less
 
 
-BERT_BASE = {"hidden": 768, "heads": 12, "layers": 12, "vocabulary": 30522}
-BERT_LARGE = {"hidden": 1024, "heads": 16, "layers": 24, "vocabulary": 30522}
-OPTIMUS = {"hidden": 8192, "heads": 128, "layers": 24}
+def test_with_states_cut_the_crossings_go_down_with_layers_and_ranks() -> None:
+    """The weights of one layer are left of all states: over 12 layers of 64 ranks, less than a token a feature."""
+    found = {
+        b: papers.tokens_where_sequence_is_smaller(b, H, ranks=64, layers=12, sharded=True)
+        for b in ("mlp", "attention")
+    }
+    assert found == {"mlp": pytest.approx(8 * H * 64 / 63 / 12), "attention": pytest.approx(4 * H * 64 / 63 / 12)}
+    assert found["mlp"] < H
 
 
-def largest(elements: float, fits: Callable[[int], dict[str, float]]) -> int:
-    """The largest number, of rows or of tokens, with which the parts that `fits` gives take no more than so many elements."""
-    return bisect_right(range(1 << 20), elements, key=lambda number: sum(fits(number).values())) - 1
-
-
-def rows(system: str, ranks: int, model: dict[str, int], card: float = 16e9, **more: bool) -> int:
-    return largest(card / 4, lambda batch: costs.memory(system, ranks, batch, 512, **model, **more))
-
-
-def length(system: str, ranks: int, model: dict[str, int], batch: int) -> int:
-    return largest(16e9 / 4, lambda tokens: costs.memory(system, ranks, batch, tokens, **model))
-
-
-def test_published_figures_beside_those_of_the_formulas() -> None:
-    """States of embeddings are counted, no head. Published: 13.7, 3.0, 2.7, 10.2 and 2.0; 1D held more than its table says: masks, norms."""
-    base, large = rows("tensor", 12, BERT_BASE), rows("tensor", 16, BERT_LARGE)
-    long = length("tensor", 12, BERT_BASE, 64)
-    found = [
-        rows("rsa", 64, BERT_BASE) / base,
-        length("rsa", 64, BERT_BASE, 64) / long,
-        rows("rsa", 16, BERT_LARGE) / large,
-        rows("rsa", 64, BERT_LARGE) / large,
-        length("rsa", 64, BERT_LARGE, 16) / length("tensor", 16, BERT_LARGE, 16),
-    ]
-    assert found == [pytest.approx(figure, rel=0.02) for figure in (10.7, 3.2, 1.8, 7.3, 2.3)]
-    assert rows("ring", 64, BERT_BASE) / base == pytest.approx(20, rel=0.02)
-    assert length("ring", 64, BERT_BASE, 64) / long == pytest.approx(27, rel=0.02)
+def test_published_figures_stand_beside_those_of_the_formulas() -> None:
+    found = papers.comparisons()
+    assert [one.published for one in found] == [13.7, 3.0, 2.7, 10.2, 2.0, None, None, 8.0]
+    expected = [10.7, 3.2, 1.8, 7.3, 2.3, 20, 27, 9.7]
+    assert [one.formula for one in found] == [pytest.approx(figure, rel=0.02) for figure in expected]
+    ring_batch, ring_length = found[5], found[6]
+    assert ring_batch.formula > 13.7
+    assert ring_length.formula > 3.0
+    assert "34 bytes a token and feature" in found[7].note
+    assert "480 and 60" in str(found[7])
+    assert str(found[0]).startswith("batch of BERT Base, RSA on 64, 1D on 12: published 13.7x, formula 10.7x (")
+    assert "published -" in str(ring_batch)
 
 
 @pytest.mark.parametrize("card", [15e9, 16e9, 2**34])
 def test_the_batch_of_optimus_is_8_to_10_times_that_of_1d(card: float) -> None:
-    """Published: 480 rows of 512 tokens, and 60."""
-    assert costs.LIVE * 4 == 34  # bytes a token and feature
-    assert 8 <= rows("optimus", 64, OPTIMUS, card) / rows("tensor", 64, OPTIMUS, card, recompute=True) <= 10
+    assert 8 <= papers.comparisons(card)[-1].formula <= 10
+
+
+def test_the_largest_batch_fits_and_one_more_does_not() -> None:
+    fits = lambda rows: costs.memory("ring", 4, rows, L, H, Z, 3, vocabulary=100, head=True)
+    room = 10 * sum(fits(1).values())
+    most = papers.largest(room, fits)
+    assert sum(fits(most).values()) <= room < sum(fits(most + 1).values())
+    assert papers.largest(1, fits) == 0
 
 
 def test_a_head_and_cut_states_change_what_they_are_about() -> None:
@@ -170,6 +174,7 @@ def test_a_head_and_cut_states_change_what_they_are_about() -> None:
         (lambda: costs.summa(3, B, L, 32), ["hidden 32", "divide by 3"]),
         (lambda: costs.memory("optimus", 8, B, L, H, Z, 1), ["8 is no square"]),
         (lambda: costs.memory("2d", 4, B, L, H, Z, 1), ["'2d'", "optimus"]),
+        (lambda: papers.block_memory("linformer", "tensor", 4, B, L, H, Z), ["linformer"]),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(act, words: list[str]) -> None:

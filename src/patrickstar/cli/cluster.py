@@ -78,28 +78,29 @@ def simulate(workload: Path, name: str, **given: Any) -> None:
         click.echo("\n".join(_columns([*table(told)])))
 
 
+_jobs_options = flags.all_of(
+    click.argument("jobs_file", metavar="JOBS.yaml", type=click.Path(path_type=Path)),
+    click.option("--policy", "name", metavar="NAME", default="soonest", show_default=True, help="As in `simulate`."),
+    flags.path("--report", "FILE.html", says="A page with pictures and tables."),
+    click.option("--resume", is_flag=True, help="Go on with what was ended or killed."),
+    flags.debug_option,
+)
+
+
 @cluster.command()
-@click.argument("jobs_file", metavar="JOBS.yaml", type=click.Path(path_type=Path))
 @flags.whole_number("--gpus", says="GPUs of this machine, or its slots; the file's own by default.")
-@click.option("--policy", "name", metavar="NAME", default="soonest", show_default=True, help="As in `simulate`.")
-@flags.path("--report", "FILE.html", says="A page with pictures and tables.")
-@click.option("--resume", is_flag=True, help="Go on with what was ended or killed.")
-@flags.debug_option
+@_jobs_options
 def share(jobs_file: Path, gpus: int | None, **given: Any) -> int:
     """Run jobs that share the GPUs of this machine. JOBS.yaml may be edited meanwhile; all else is in JOBS.share beside it."""
     return _run_jobs(jobs_file, gpus, **given)
 
 
 @cluster.command()
-@click.argument("jobs_file", metavar="JOBS.yaml", type=click.Path(path_type=Path))
 @click.option("--address", metavar="ADDR", help="Of the cluster; by default RAY_ADDRESS, or that of this machine.")
-@click.option("--policy", "name", metavar="NAME", default="soonest", show_default=True, help="As in `simulate`.")
-@flags.path("--report", "FILE.html", says="A page with pictures and tables.")
 @click.option(
     "--resources", metavar="JSON", help="What a rank takes of a node, such as '{\"rank\": 1}'; a GPU by default."
 )
-@click.option("--resume", is_flag=True, help="Go on with what was ended or killed.")
-@flags.debug_option
+@_jobs_options
 def ray(jobs_file: Path, address: str | None, resources: str | None, **given: Any) -> int:
     """Run jobs as `share` does, on nodes of a Ray cluster, which may come and go, and must all see the directory of JOBS.yaml."""
     return _run_jobs(jobs_file, None, RayCluster(address, resources), **given)

@@ -51,8 +51,9 @@ def run(command: tuple[str, ...], at: str, address: str | None, resources: str |
     ]
     refuse(problems, of="elastic run")
     from patrickstar.elastic.job_directory import JobDirectory
+    from patrickstar.elastic.rank_process import threads_of
     from patrickstar.elastic.ray_cluster import RayCluster
-    from patrickstar.elastic.supervisor import JobRequest, Supervisor, threads_of
+    from patrickstar.elastic.supervisor import JobRequest, Supervisor
 
     nodes = RayCluster(address, resources) if address else None
     directory = JobDirectory(

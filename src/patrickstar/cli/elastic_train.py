@@ -22,7 +22,8 @@ from patrickstar.cli.run import build_deferred, computing_device
 from patrickstar.comm.job import SIZES
 from patrickstar.config.kinds import refuse
 from patrickstar.elastic.job_directory import JobDirectory
-from patrickstar.elastic.supervisor import JobRequest, Supervisor, threads_of
+from patrickstar.elastic.rank_process import threads_of
+from patrickstar.elastic.supervisor import JobRequest, Supervisor
 from patrickstar.memory.process import resident_bytes
 from patrickstar.optim.hyper import build_optimizer
 

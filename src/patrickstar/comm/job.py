@@ -39,10 +39,11 @@ SIZES: Final = "PATRICKSTAR_ELASTIC"  # the fewest and the most ranks of a job, 
 PRESENT: Final = "PATRICKSTAR_SIZE"  # how many ranks a job begins with; the fewest by default
 DIRECTORY: Final = "PATRICKSTAR_JOB_DIR"  # of a job that is supervised: of its log and its checkpoints
 SAVE_EVERY: Final = "PATRICKSTAR_SAVE_EVERY"  # steps from checkpoint to checkpoint
-PLANNED: Final = (
-    "PATRICKSTAR_AT"  # sizes that are planned beforehand, as `100:2,200:4`: from step 100 on there are two ranks
-)
+PLANNED: Final = "PATRICKSTAR_AT"  # sizes that are planned, as `100:2,200:4`: two ranks from step 100 on
 NOW: Final = "patrickstar/now"  # where a store has the prefix of the job that is there now
+AT_ONCE_S: Final = (
+    1.0  # a later signal ends a process at once; where its parent ends, two come, for a thread and for the process
+)
 _WAITS_S: Final = 0.01
 _TELLS_S: Final = 0.5
 

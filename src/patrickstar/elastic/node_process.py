@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import queue
 import signal
-import socket
-import struct
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -24,7 +21,6 @@ Look: TypeAlias = tuple[int, int | None, float, str, str]
 
 _LOOKS_S: Final = 0.1
 _PLACED_S: Final = 30.0  # after that no node has the place that was counted
-_SIOCGIFADDR: Final = 0x8915
 
 
 class NodeActor(RankProcess):
@@ -37,7 +33,8 @@ class NodeActor(RankProcess):
 
     def start(self, *of: Any, seen: Sequence[Path], torch_version: str) -> Look:
         """Starts it in the first of these paths. ConfigError: the node does not see all of them, or has another version of torch."""
-        from ray.util import get_node_ip_address  # noqa: PLC0415  (an extra, which nodes have)
+        import psutil  # noqa: PLC0415  (extras, which nodes have)
+        from ray.util import get_node_ip_address  # noqa: PLC0415
 
         address, here = get_node_ip_address(), version("torch")
         if here != torch_version:
@@ -46,8 +43,9 @@ class NodeActor(RankProcess):
             if not path.exists():
                 raise ConfigError(f"node {address} does not see {path}: begin in storage that all nodes share")
         os.chdir(seen[0])
-        for name in _networks(address):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        # Not told, gloo takes the network of the machine's name, which may be the loopback.
+        networks = [name for name, has in psutil.net_if_addrs().items() if address in {one.address for one in has}]
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", ",".join(networks))
         with redirect_stdout(self._streams[0]), redirect_stderr(self._streams[1]):  # type: ignore[type-var]
             super().__init__(*of)
         return self.look()
@@ -120,13 +118,3 @@ class NodeProcess:
     def _lose(self, why: str) -> None:
         print(f"[{self.slot}] patrickstar: lost: {why}", file=sys.stderr, flush=True)  # noqa: T201
         self.signal(signal.SIGKILL)
-
-
-def _networks(address: str) -> Iterator[str]:
-    """The network that has an address. Not told, gloo takes that of the machine's name, which may be the loopback."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has none
-                found = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    yield name

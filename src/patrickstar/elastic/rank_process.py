@@ -74,6 +74,12 @@ class RankProcess:
             self._process.send_signal(number)
 
 
+def threads_of(most: int) -> int:
+    """Threads of each rank, at every size: the cores that this process may use, over the most ranks."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // most)
+
+
 def end_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
     """Has a process that is about to begin be told to end when the one that has started it does."""
     if sys.platform == "linux":

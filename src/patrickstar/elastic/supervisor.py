@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from patrickstar.comm.job import (
+    AT_ONCE_S,
     DIRECTORY,
     NOW,
     PLANNED,
@@ -41,7 +42,8 @@ from patrickstar.elastic.ray_cluster import RayCluster
 _POLL_S: Final = 0.05
 # After that a process that is stopped, or does not answer where others were lost, counts as lost; on nodes ranks find out by hearts (`comm/watch.py`)
 _LOST_S: Final = 10.0
-_ELSEWHERE_KNOWS_S, _ENDS_S = 40.0, 30.0
+_ELSEWHERE_KNOWS_S: Final = 40.0
+_ENDS_S: Final = 30.0
 _RESTARTS: Final = 3  # without a step further than ever before
 
 
@@ -62,12 +64,6 @@ class JobRequest:
     save_every: int
     replaces: bool = False
     planned: str = ""
-
-
-def threads_of(most: int) -> int:
-    """Threads of each rank, at every size: the cores that this process may use, over the most ranks."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // most)
 
 
 class Supervisor:
@@ -116,8 +112,7 @@ class Supervisor:
         elif number == signal.SIGUSR2:
             self._ask(self._request.most, "signal")
         else:
-            # At once only a second later: where a parent ends, its thread and its process each send one.
-            again, self._ends_with = time.monotonic() > self._ends_at - _ENDS_S + 1.0, 128 + number
+            again, self._ends_with = time.monotonic() > self._ends_at - _ENDS_S + AT_ONCE_S, 128 + number
             self._ends_at = min(self._ends_at, time.monotonic() + _ENDS_S)
             for process in self._processes.values():
                 process.signal(signal.SIGKILL if again else signal.SIGTERM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from typing import Any, Final
 
 from torch.distributed import DistNetworkError
 
-from patrickstar.comm.job import Generation
+from patrickstar.comm.job import AT_ONCE_S, Generation
 from patrickstar.errors import RankLost
 from patrickstar.session.resizing import Resized, Resizing, collect
 from patrickstar.session.sample_order import BatchLoading, Draws
@@ -23,7 +24,6 @@ from patrickstar.session.step_parts import StepParts
 _log = logging.getLogger("patrickstar")
 _KEPT: Final = 2
 _TERMINATED: Final = 143
-_AT_ONCE_S: Final = 1.0
 
 
 class StepsToDo:
@@ -42,7 +42,7 @@ class StepsToDo:
         self._has_begun = False
         self._handled: Any = None
         self._parent = os.getppid()
-        self._is_told_to_stop, self._told_s = False, 0.0
+        self._told_s = math.inf  # to stop, and when
 
     def __iter__(self) -> StepsToDo:
         return self
@@ -79,8 +79,8 @@ class StepsToDo:
         """Takes the end of the step before; gives whether some rank was told to stop in it."""
         current, self._current = self._current, None
         if current is None:
-            return self._is_told_to_stop and self._session.world_size == 1
-        stops = current.end(is_told=self._is_told_to_stop)
+            return self._told_s < math.inf and self._session.world_size == 1
+        stops = current.end(is_told=self._told_s < math.inf)
         self.step += 1
         return stops
 
@@ -101,7 +101,7 @@ class StepsToDo:
             size=size,
             seed_of=self._draws.seed_of,
             batches=self._batches,
-            is_told=lambda: self._is_told_to_stop,
+            is_told=lambda: self._told_s < math.inf,
             is_first=is_first,
         )
         parts.training.completing = self._current.complete
@@ -125,11 +125,10 @@ class StepsToDo:
             self._session.resizing.job.over()
 
     def _stop(self, *signals: object) -> None:
-        # One whose supervisor is gone gets a signal for each of its threads, and has missed its store before, perhaps.
-        if signals and self._is_told_to_stop and time.monotonic() > self._told_s + _AT_ONCE_S:
+        # One whose supervisor is gone has missed its store before, perhaps.
+        if signals and time.monotonic() > self._told_s + AT_ONCE_S:
             sys.exit(_TERMINATED)
-        self._told_s = self._told_s if self._is_told_to_stop else time.monotonic()
-        self._is_told_to_stop = True
+        self._told_s = min(self._told_s, time.monotonic())
         if os.getppid() != self._parent:  # nobody reads what is printed any more
             for stream in (1, 2):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)

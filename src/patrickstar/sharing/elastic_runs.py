@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from patrickstar.cluster.job_view import Ids
 from patrickstar.elastic.job_directory import JobDirectory
-from patrickstar.elastic.rank_process import end_with_parent
+from patrickstar.elastic.rank_process import end_with_parent, threads_of
 from patrickstar.elastic.ray_cluster import RayCluster
 from patrickstar.errors import StateError
 from patrickstar.sharing.jobs_file import SharedJob
@@ -44,7 +44,7 @@ class ElasticRuns:
 
     def __init__(self, path: Path, *, gpus: int, lock: int, nodes: RayCluster | None = None) -> None:
         self._path, self._lock, self._most, self._nodes = path, lock, gpus, nodes
-        self._threads = nodes.threads if nodes else max(1, len(os.sched_getaffinity(0)) // gpus)
+        self._threads = nodes.threads if nodes else threads_of(gpus)
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         self._devices = [str(gpu) for gpu in range(gpus)] if shown is None else shown.split(",")
         self._runs: dict[str, _ElasticRun] = {}

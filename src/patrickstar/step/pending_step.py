@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -26,6 +26,9 @@ from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Touch, Trace
 from patrickstar.optim.hyper import Hyper
 from patrickstar.plan.weave import needs_before
+
+if TYPE_CHECKING:
+    from patrickstar.step.optimizer_step import OptimizerStep
 
 
 @dataclass(slots=True)
@@ -44,7 +47,7 @@ class PendingStep:
         failed: what an update has raised half way. seconds: how long updates have taken. is_woven: whether it is done between others' moments.
     """
 
-    doer: Any
+    doer: OptimizerStep
     hypers: dict[str, Hyper]
     steps: dict[str, int]
     trace: Trace
