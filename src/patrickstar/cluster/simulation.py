@@ -22,10 +22,8 @@ from patrickstar.cluster.workload import Submission
 
 Event = dict[str, Any]
 Key = TypeVar("Key")
-DONE: Final = "done"
-"""Why a job that has ended holds nothing."""
-PATIENCE: Final = 10_000
-"""Decisions in a row that may give nothing to anybody."""
+DONE: Final = "done"  # why a job that has ended holds nothing
+PATIENCE: Final = 10_000  # decisions in a row that may give nothing to anybody
 
 
 @dataclass(slots=True, eq=False)

@@ -26,12 +26,9 @@ from patrickstar.sharing.live_job import LiveJob, Standing
 from patrickstar.sharing.sharing_directory import SharingDirectory
 
 POLL_S: Final = 0.25
-TICK_S: Final = 30.0
-"""Seconds between two decisions where nothing else happens."""
-STOPPED: Final = 143
-"""The exit status of a job that was told to stop and has saved."""
-LOST: Final = os.EX_TEMPFAIL
-"""The exit status of a job that has lost too many ranks with their nodes, and can go on where there is room."""
+TICK_S: Final = 30.0  # between two decisions where nothing else happens
+STOPPED: Final = 143  # the exit status of a job that was told to stop and has saved
+LOST: Final = os.EX_TEMPFAIL  # of one that has lost too many ranks with their nodes, and can go on where there is room
 
 
 class JobRunner(Protocol):

@@ -25,7 +25,7 @@ from patrickstar.plan.planner import Planner
 from patrickstar.plan.touches import update_touches
 from patrickstar.step.executor import Executor
 from patrickstar.step.gradients import Gradients
-from patrickstar.step.pending_step import PendingStep
+from patrickstar.step.pending_step import Doer, PendingStep
 from patrickstar.step.precision import torch_type
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.whole import Whole
@@ -42,7 +42,7 @@ _Alike = tuple[int, Hyper, tuple[Tensor, ...]]
 
 
 @dataclass(kw_only=True, eq=False)
-class OptimizerStep:
+class OptimizerStep(Doer):
     """Updates weights and moments where they lie, when the executor says that it is time.
 
     Attributes:
@@ -88,7 +88,6 @@ class OptimizerStep:
         )
 
     def carry_out(self, order: PendingStep) -> None:
-        """Carries out what is left of a step, in a stretch of its own."""
         self.stretches.begin_update(order)
         for moment in tuple(order.waiting.values()):
             self.executor.update(moment)
@@ -97,7 +96,6 @@ class OptimizerStep:
                 self.executor.release(gradient)
 
     def over(self, order: PendingStep) -> None:
-        """Is told that a step is carried out, or has failed."""
         self.is_half_done |= order.failed is not None
         self.seconds = order.seconds
         if not order.is_woven:

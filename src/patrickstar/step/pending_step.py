@@ -17,18 +17,30 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
 from patrickstar.core.layout import Layout, Part, Piece
+from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Touch, Trace
+from patrickstar.memory.lanes import Task
 from patrickstar.optim.hyper import Hyper
 from patrickstar.plan.weave import needs_before
 
-if TYPE_CHECKING:
-    from patrickstar.step.optimizer_step import OptimizerStep
+
+class Doer(Protocol):
+    """Does pending steps: `OptimizerStep`."""
+
+    def work(self, order: PendingStep, chunk: int, tier: Tier) -> Task:
+        """The work of a chunk's update on a tier, which begins now."""
+
+    def carry_out(self, order: PendingStep) -> None:
+        """Carries out what is left of a step, in a stretch of its own."""
+
+    def over(self, order: PendingStep) -> None:
+        """Is told that a step is carried out, or has failed."""
 
 
 @dataclass(slots=True)
@@ -36,7 +48,7 @@ class PendingStep:
     """A step that `optimizer.step()` asked for, as things stood then. See Note [Pending step].
 
     Attributes:
-        doer: the `OptimizerStep` that does its updates.
+        doer: does its updates.
         hypers: the hyper-parameters of each parameter that is updated, by name.
         steps: the number of this update for each of them, from 1.
         trace: a moment for each chunk that is updated.
@@ -47,7 +59,7 @@ class PendingStep:
         failed: what an update has raised half way. seconds: how long updates have taken. is_woven: whether it is done between others' moments.
     """
 
-    doer: OptimizerStep
+    doer: Doer
     hypers: dict[str, Hyper]
     steps: dict[str, int]
     trace: Trace
