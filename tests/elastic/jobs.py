@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import patrickstar
+from patrickstar.session.sample_order import SampleOrder, keyed_seed
 
 MOST = 4
 
@@ -45,7 +47,7 @@ def build(*, with_statistics: bool = False) -> nn.Module:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run: sizes by step from which they are asked for, and what does not depend on them."""
+    """A run: sizes and batches by step in which they are asked for, and what does not depend on them. `growth`: arguments of `steps`."""
 
     sizes: Mapping[int, int] = field(default_factory=dict)
     begins: int = 1
@@ -54,6 +56,8 @@ class Plan:
     parts: int = 4
     total: int = 5
     samples: int = 29
+    batches: Mapping[int, int] = field(default_factory=dict)
+    growth: Mapping[str, Any] = field(default_factory=dict)
     memory: Mapping[str, Any] = field(default_factory=lambda: {"host_memory": "1GiB"})
 
 
@@ -100,7 +104,9 @@ def train_here(plan: Plan, memory: Mapping[str, Any]) -> Run:
     model, run = build(), Run(process=os.getpid())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     session = patrickstar.manage(model, optimizer, options=patrickstar.Options(poison=True), **memory)
-    steps = session.steps(Samples(plan.samples), batch_size=2 * plan.parts, parts=plan.parts, total=plan.total, seed=3)
+    steps = session.steps(
+        Samples(plan.samples), batch_size=2 * plan.parts, parts=plan.parts, total=plan.total, seed=3, **plan.growth
+    )
     for parts in steps:
         with parts:
             run.sizes.append(session.world_size)
@@ -110,8 +116,8 @@ def train_here(plan: Plan, memory: Mapping[str, Any]) -> Run:
                 run.parts.append((parts.step, parts.index, loss.item().hex(), tuple(indices.tolist())))
             session.optimizer.step()
             session.optimizer.zero_grad()
-            if session.rank == 0 and parts.step in plan.sizes:
-                session.resize(plan.sizes[parts.step])
+            if session.rank == 0 and parts.step in {*plan.sizes, *plan.batches}:
+                session.resize(plan.sizes.get(parts.step, session.world_size), plan.batches.get(parts.step))
     if session.is_member:
         run.tensors = {name: value.clone() for name, value in session.state_dict().items()}
         for name, parameter in model.named_parameters():
@@ -119,6 +125,40 @@ def train_here(plan: Plan, memory: Mapping[str, Any]) -> Run:
             run.tensors |= {f"{name}/{plane}": state[plane].clone() for plane in state}
     session.close()
     return run
+
+
+def plain(plan: Plan, parts: Sequence[int], lr_factor: Callable[[int], float] = lambda _: 1.0) -> Run:
+    """What plain PyTorch computes in steps of so many parts, with learning rates times a factor by step."""
+    torch.set_num_threads(1)
+    model, run = build(), Run()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    samples, order, first = Samples(plan.samples), SampleOrder(plan.samples, 3), 0
+    for step, count in enumerate(parts):
+        for part in range(count):
+            torch.manual_seed(keyed_seed(3, step, part))
+            indices = order.indices(first, 2)
+            batch = torch.stack([samples[index][1] for index in indices])
+            torch.manual_seed(keyed_seed(3, step, part))
+            loss = model(batch).square().mean()
+            loss.backward()
+            run.parts.append((step, part, loss.item().hex(), tuple(indices)))
+            first += 2
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(torch.tensor(1 / count))
+        optimizer.param_groups[0]["lr"] = 1e-2 * lr_factor(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.tensors = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        state = optimizer.state.get(parameter, {})
+        run.tensors |= {f"{name}/{plane}": state[plane].clone() for plane in state}
+    return run
+
+
+def digest(values: Iterable[torch.Tensor]) -> str:
+    """A digest of all bits."""
+    return hashlib.sha256(b"".join(value.detach().numpy().tobytes() for value in values)).hexdigest()
 
 
 def expect_run(want: Run, runs: Sequence[Run]) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ PATHS = f"{SOURCE}/src", f"{SOURCE}", os.environ.get("PYTHONPATH", f"{SOURCE}")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": ":".join(PATHS), "OMP_NUM_THREADS": "1"}
 
 
-def program(total: int, seconds: float) -> list[str]:
-    return [sys.executable, "-W", "ignore", "-m", "tests.elastic.program", str(total), str(seconds)]
+def program(total: int, *arguments: float) -> list[str]:
+    return [sys.executable, "-W", "ignore", "-m", "tests.elastic.program", str(total), *map(str, arguments)]
 
 
 def digests(output: str) -> set[str]:
@@ -39,11 +39,13 @@ def digest_of_one(total: int) -> str:
 class Running:
     """A job that runs in a directory."""
 
-    def __init__(self, directory: Path, total: int, *flags: str, seconds: float = 0.1) -> None:
+    def __init__(
+        self, directory: Path, total: int, *flags: str, seconds: float = 0.1, max_batch: Sequence[int] = ()
+    ) -> None:
         self.directory = JobDirectory(directory)
         command = [sys.executable, "-m", "patrickstar", "elastic", "run", "--threads", "1", "--job-dir", str(directory)]
         self.process = subprocess.Popen(
-            [*command, *flags, "--", *program(total, seconds)],
+            [*command, *flags, "--", *program(total, seconds, *max_batch)],
             env=ENVIRONMENT,
             cwd=SOURCE,
             stdout=subprocess.PIPE,
@@ -79,9 +81,9 @@ class Running:
 
 
 @contextmanager
-def running(directory: Path, total: int, *flags: str, seconds: float = 0.1) -> Iterator[Running]:
+def running(directory: Path, total: int, *flags: str, **more: Any) -> Iterator[Running]:
     """A job, of which nothing is left afterwards."""
-    job = Running(directory, total, *flags, seconds=seconds)
+    job = Running(directory, total, *flags, **more)
     try:
         yield job
     finally:

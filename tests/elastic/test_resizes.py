@@ -13,8 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 import patrickstar
-from patrickstar.session.sample_order import SampleOrder, keyed_seed
-from tests.elastic.jobs import MOST, Plan, Run, Samples, build, expect_run, in_job, train, train_here
+from tests.elastic.jobs import MOST, Plan, Run, Samples, build, expect_run, in_job, plain, train, train_here
 from tests.ranks import Ended, Teams, all_well, team
 
 pytestmark = [pytest.mark.sampled]
@@ -46,28 +45,8 @@ def run_job(team_of: Teams, plan: Plan) -> list[Run]:
 
 
 def test_one_process_computes_what_plain_torch_does(team_of: Teams) -> None:
-    torch.set_num_threads(1)
-    model, plan = build(), Plan()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    samples, order = Samples(plan.samples), SampleOrder(plan.samples, 3)
-    losses = []
-    for step in range(plan.total):
-        for part in range(plan.parts):
-            torch.manual_seed(keyed_seed(3, step, part))
-            batch = torch.stack([samples[index][1] for index in order.indices((step * plan.parts + part) * 2, 2)])
-            torch.manual_seed(keyed_seed(3, step, part))
-            loss = model(batch).square().mean()
-            loss.backward()
-            losses.append(loss.item().hex())
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(torch.tensor(1 / plan.parts))
-        optimizer.step()
-        optimizer.zero_grad()
-    want = fixed_one(team_of, plan.parts, plan.samples)
-    assert [loss for _, _, loss, _ in want.parts] == losses
-    for name, value in model.state_dict().items():
-        assert torch.equal(want.tensors[name], value), name
+    plan = Plan()
+    expect_run(plain(plan, [plan.parts] * plan.total), [fixed_one(team_of, plan.parts, plan.samples)])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -20,7 +20,7 @@ def test_each_sample_is_seen_once_an_epoch(size: int, seed: int, at: int) -> Non
 
 @given(st.integers(1, 4), st.sampled_from([4, 6, 8]), st.integers(0, 3))
 def test_ranks_draw_all_parts_between_them(size: int, parts: int, step: int) -> None:
-    draws = Draws(SampleOrder(29, 3), 2 * parts, parts, 4, 3)
+    draws = Draws(SampleOrder(29, 3), 2, ((0, 2 * parts),), seed=3, steps=4)
     of_one = list(draws.of_rank(step, 0, 1))
     of_ranks = [iter(draws.of_rank(step, rank, size)) for rank in range(size)]
     assert [next(of_ranks[part % size]) for _ in range(step, 4) for part in range(parts)] == of_one

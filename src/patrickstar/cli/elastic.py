@@ -77,11 +77,12 @@ def run(command: tuple[str, ...], at: str, address: str | None, resources: str |
 @elastic.command()
 @click.argument("job_dir", metavar="DIR", type=click.Path(path_type=Path))
 @click.argument("ranks", metavar="N", type=int)
-def resize(job_dir: Path, ranks: int) -> int:
+@whole_number("--batch", says="Samples of a step from there on, of a job whose batches grow.")
+def resize(job_dir: Path, ranks: int, batch: int | None) -> int:
     """Have the job in DIR go on with N ranks, from the next step on that all agree on."""
     from patrickstar.elastic.job_directory import JobDirectory
 
-    JobDirectory(job_dir).ask({"do": "resize", "size": ranks})
+    JobDirectory(job_dir).ask({"do": "resize", "size": ranks, "batch": batch})
     return 0
 
 

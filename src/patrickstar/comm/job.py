@@ -6,9 +6,10 @@ before, so all that look have it. That is one question to the store a step, and 
 
 What stands in the store:
 
-    want            the size that was asked for last, by whom        arrival/K     a process that waits, the K-th to do so
+    want            size and batch that were asked for last, why     arrival/K     a process that waits, the K-th to do so
     news            counts all that rank 0 has to look at            call/K        the generation that it is called to
     generation/N    who is in it, from which step on, why            over          there is no next step
+    batches         least, end and step of what batches may be
     survivor/K/M    that M has lost others, in its generation N      recovery/K    the generation that goes on after the K-th loss
     losses          counts those that have been decided upon
     here/N/M        that M is there where generation N begins
@@ -24,7 +25,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -50,12 +51,18 @@ _TELLS_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A job between two changes. `members`: in rank order. `step`: that it begins with. `why`: what has brought it about."""
+    """A job between two changes.
+
+    Attributes:
+        members: in rank order. step: that it begins with. why: what has brought it about.
+        batches: (step, samples of each step from there on), where batches are not what they were at first.
+    """
 
     number: int
     members: Sequence[Member]
     step: int
     why: str = ""
+    batches: Sequence[tuple[int, int]] = ()
 
     @property
     def size(self) -> int:
@@ -107,11 +114,16 @@ class ElasticJob:
             local_size=self.most,
         )
 
-    def ask(self, size: int, why: str) -> None:
-        """Asks for another number of ranks. ConfigError: the job has never so many."""
+    def ask(self, size: int, why: str, batch: int | None = None) -> None:
+        """Asks for another number of ranks, and samples of a step. ConfigError: the job has never so many."""
         if not self.least <= size <= self.most:
             raise ConfigError(f"resize({size}): this job has {self.least} to {self.most} ranks")
-        ask(self._store, size, why)
+        ask(self._store, size, why, batch)
+
+    def offer(self, batches: range) -> None:
+        """Has a step be of any of these numbers of samples, when it is asked for."""
+        if self.rank == 0:
+            self._store.set("batches", json.dumps([batches.start, batches.stop, batches.step]))
 
     def next(self, step: int, total: int) -> Generation | None:
         """The generation that begins with this step, of so many in all, if one does. Asked once before each step, by all ranks."""
@@ -140,10 +152,13 @@ class ElasticJob:
         missing = want["size"] - self.now.size
         there = waiting(self._store) if missing > 0 else {}
         self._news = news
-        if missing == 0 or missing > len(there):
+        batches, batch = self.now.batches, want["batch"]
+        if batch not in (None, *(last for _, last in batches[-1:])):
+            batches = (*((begins, last) for begins, last in batches if begins < reaches), (reaches, batch))
+        if missing > len(there) or (missing == 0 and batches is self.now.batches):
             return None  # another comes, which is news
         members = order_of_least_movement(self.now.members, want["size"], list(there))
-        made = Generation(self.now.number + 1, members, reaches, want["why"])
+        made = Generation(self.now.number + 1, members, reaches, want["why"], batches)
         write_generation(self._store, made)
         for member in set(members) & there.keys():
             self._store.set(f"call/{there[member]}", str(made.number))
@@ -183,7 +198,7 @@ class ElasticJob:
 
     def stays(self, number: int) -> None:
         """Notes that the generation of that number could not be: it is the one that was there, and no other is asked for."""
-        self.begins(Generation(number, self.now.members, self.now.step, self.now.why))
+        self.begins(replace(self.now, number=number))
         if self.rank == 0:
             ask(self._store, self.now.size, "another size could not be")
 
@@ -199,9 +214,16 @@ class ElasticJob:
         self._store.set("over", "1")
 
 
-def ask(store: dist.Store, size: int, why: str) -> None:
-    """Asks a job for another number of ranks. `store`: with the job's prefix."""
-    store.set("want", json.dumps({"size": size, "why": why}))
+def ask(store: dist.Store, size: int, why: str, batch: int | None = None) -> None:
+    """Asks a job for another number of ranks, and of samples of a step. `store`: with the job's prefix. ConfigError: it has no such batches."""
+    offered = range(*json.loads(store.get("batches"))) if store.check(["batches"]) else range(0)
+    if batch is not None and batch not in offered:
+        may_be = f"{offered[0]} to {offered[-1]} samples, in whole parts of {offered.step}" if offered else "one size"
+        raise ConfigError(
+            f'a batch of {batch} samples: those of this job have {may_be} (batch="grow", max_batch= of steps)'
+        )
+    before = json.loads(store.get("want")) if store.check(["want"]) else {"batch": None}
+    store.set("want", json.dumps({"size": size, "why": why, "batch": batch or before["batch"]}))
     store.add("news", 1)
 
 

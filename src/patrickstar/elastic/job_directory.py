@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from patrickstar.errors import StateError
+from patrickstar.errors import ConfigError, StateError
 
 _ANSWERS_S: Final = 30.0
 _MOST_BYTES: Final = 1 << 16
@@ -102,7 +102,7 @@ class JobDirectory:
 def _answer(line: str, carry_out: Callable[[Any], Mapping[str, Any]]) -> Mapping[str, Any]:
     try:
         return carry_out(json.loads(line))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, ConfigError) as error:
         return {"error": f"{error}"}
 
 

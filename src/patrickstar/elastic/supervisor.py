@@ -38,6 +38,7 @@ from patrickstar.elastic.job_directory import JobDirectory
 from patrickstar.elastic.node_process import NodeProcess
 from patrickstar.elastic.rank_process import RankProcess
 from patrickstar.elastic.ray_cluster import RayCluster
+from patrickstar.errors import ConfigError
 
 _POLL_S: Final = 0.05
 # After that a process that is stopped, or does not answer where others were lost, counts as lost; on nodes ranks find out by hearts (`comm/watch.py`)
@@ -123,7 +124,7 @@ class Supervisor:
             size = int(order["size"])
             if not self._request.least <= size <= self._request.most:
                 return {"error": f"{size} ranks: this job has {self._request.least} to {self._request.most}"}
-            self._ask(size, order.get("why", "asked"))
+            self._ask(size, order.get("why", "asked"), order.get("batch"))
         generation = self._generation()
         return {
             "size": 0 if generation is None else generation.size,
@@ -146,10 +147,12 @@ class Supervisor:
             "checkpoint": str(self._directory.newest_checkpoint or ""),
         }
 
-    def _ask(self, size: int, why: str) -> None:
-        self._want = size
+    def _ask(self, size: int, why: str, batch: int | None = None) -> None:
         if (store := self._job()) is not None:
-            ask(store, size, why)
+            ask(store, size, why, batch)
+        elif batch is not None:
+            raise ConfigError(f"a batch of {batch} samples: the job has not come to its first step")
+        self._want = size
         self._fill(size)
 
     # processes
@@ -274,7 +277,8 @@ class Supervisor:
             return self._begin_again(why, lost, left)
         assert generation is not None
         number = max(known["number"] for known in said.values()) + 2
-        write_generation(store, Generation(number, tuple(left), -1, why))
+        batches = read_generation(store.get(f"generation/{number - 2}")).batches
+        write_generation(store, Generation(number, tuple(left), -1, why, batches))
         store.set(f"recovery/{loss}", str(number))
         store.add("losses", 1)
         for member in lost:

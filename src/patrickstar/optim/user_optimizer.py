@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,13 +52,16 @@ def check_parameters(parameters: Iterable[torch.Tensor], names: Mapping[int, str
         )
 
 
-def read_groups(groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> dict[str, Hyper]:
+def read_groups(
+    groups: Sequence[dict[str, Any]], names: Mapping[int, str], *, lr_factor: float = 1.0
+) -> dict[str, Hyper]:
     """The hyper-parameters of every parameter that is in a group, by name, as the groups stand now. One in no group gets no update, as in torch.
 
     ConfigError: a parameter is not the model's, a flag that changes the update is set, or a value is no number.
     """
     check_parameters([parameter for group in groups for parameter in group["params"]], names)
-    hypers = ((group, Hyper.from_group(group)) for group in groups)
+    hypers = [(group, Hyper.from_group(group)) for group in groups]
+    hypers = [(group, replace(hyper, lr=hyper.lr * lr_factor)) for group, hyper in hypers]
     return {names[id(parameter)]: hyper for group, hyper in hypers for parameter in group["params"]}
 
 

@@ -135,7 +135,7 @@ def build_step(
         return [] if optimizer is None else optimizer.param_groups
 
     def hypers() -> Mapping[str, Hyper]:
-        return read_groups(groups(), binding.names)
+        return read_groups(groups(), binding.names, lr_factor=training.lr_factor)
 
     def in_a_group(name: str) -> bool:
         return any(named[name] is parameter for group in groups() for parameter in group["params"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +16,7 @@ from patrickstar.session.close import Closing
 from patrickstar.session.optimizer_target import OptimizerTarget
 from patrickstar.session.parts import Parts
 from patrickstar.session.resizing import Resizing
-from patrickstar.session.sample_order import BatchLoading, DrawnSamples, Draws, SampleOrder
+from patrickstar.session.sample_order import LR_SCALING, BatchLoading, DrawnSamples, Draws, SampleOrder
 from patrickstar.session.scaler import LossScaler
 from patrickstar.session.steps import StepsToDo
 
@@ -117,9 +116,11 @@ class ElasticSession:
         """True where this process is one of the ranks now."""
         return self.present is not None
 
-    def resize(self, n: int) -> None:
+    def resize(self, n: int, batch: int | None = None) -> None:
         """Asks for `n` ranks from the next boundary between steps on that all agree on. Returns at once; on one rank, or on all alike.
 
+        Args:
+            batch: samples of a step from there on, of a job whose batches grow.
         Raises:
             ConfigError: the job has never so many. StateError: this is no elastic job.
         """
@@ -127,7 +128,7 @@ class ElasticSession:
             raise StateError(
                 "resize() outside of an elastic job: start the program by `patrickstar elastic run --min 1 --max 4 -- python ...`"
             )
-        self.resizing.job.ask(n, "asked")
+        self.resizing.job.ask(n, "asked", batch)
 
     def steps(  # noqa: PLR0917  (as users type it)
         self,
@@ -139,6 +140,9 @@ class ElasticSession:
         epochs: float | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
+        batch: str = "fixed",
+        max_batch: int | None = None,
+        lr_scaling: str | Callable[[float], float] = "sqrt",
     ) -> StepsToDo:
         """Gives the steps that are still to be done, each a `with` block and an iterator over this rank's parts of it.
 
@@ -148,15 +152,41 @@ class ElasticSession:
             dataset: a map-style dataset. batch_size: samples of a step. parts: of a step, each of as many samples.
             total: number of steps; or epochs: how often each sample is seen. seed: of the order of samples, and of what torch draws in a part.
             collate_fn: makes a batch of the samples of a part; torch's by default. num_workers: processes that fetch samples.
+            batch: "grow": whoever resizes the job may have steps of more samples, up to max_batch, in whole parts.
+            lr_scaling: factor of the learning rates for a batch of k times batch_size: "sqrt", "linear" (moved to in an epoch), or a function of k.
         Raises:
             ConfigError: before the first step. StateError: no optimizer is managed, or ranks were not started as an elastic job.
         """
         _check(self, dataset, batch_size, parts, ends=(total, epochs))
-        count = total if total is not None else math.ceil(float(epochs or 0) * len(dataset) / batch_size)
+        _check_growth(batch, batch_size, max_batch, lr_scaling)
         if self.resizing is None and parts > 1:  # what is added to is not rounded first
             self._parts.events.late_planes.widen_gradients()
-        draws = Draws(SampleOrder(len(dataset), seed), batch_size, parts, count, seed)
+        if self.resizing is not None and max_batch is not None:
+            self.resizing.job.offer(range(batch_size, max_batch + 1, batch_size // parts))
+        draws = Draws(
+            SampleOrder(len(dataset), seed),
+            each=batch_size // parts,
+            batches=((0, batch_size),),
+            seed=seed,
+            steps=total,
+            samples=float(epochs or 0) * len(dataset),
+            lr_scaling=LR_SCALING[lr_scaling] if isinstance(lr_scaling, str) else lr_scaling,
+            warm_up=len(dataset) if lr_scaling == "linear" else 0,
+        )
         return StepsToDo(self, draws, BatchLoading(DrawnSamples(dataset), collate_fn, num_workers))
+
+
+def _check_growth(batch: str, batch_size: int, max_batch: int | None, lr_scaling: object) -> None:
+    problems = []
+    if batch not in ("fixed", "grow"):
+        problems.append(f'batch={batch!r}: "fixed" or "grow" is expected')
+    elif (batch == "grow") != (max_batch is not None) or (max_batch or batch_size) < batch_size:
+        problems.append(
+            f'max_batch={max_batch}: batch="grow" has one, of at least batch_size={batch_size}, and "fixed" has none'
+        )
+    if not callable(lr_scaling) and lr_scaling not in LR_SCALING:
+        problems.append(f"lr_scaling={lr_scaling!r}: one of {', '.join(LR_SCALING)}, or a function is expected")
+    refuse(problems, of="steps")
 
 
 def _check(session: ElasticSession, dataset: Any, batch_size: int, parts: int, *, ends: tuple[object, object]) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch.utils.data import DataLoader
+
+LR_SCALING: Final[Mapping[str, Callable[[float], float]]] = MappingProxyType({"sqrt": math.sqrt, "linear": float})
+"""Factors of learning rates for a batch of so many times the first one."""
 
 
 def keyed_seed(*key: int) -> int:
@@ -48,13 +54,50 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Draws of the parts of all steps. `parts`: of a step, each of as many of the `batch_size` samples. total: number of steps."""
+    """Draws of the parts of all steps.
+
+    Attributes:
+        each: samples of a part. batches: (step, samples of each step from there on), by step, the first at step 0.
+        total: number of steps; None: as many as see `samples` samples.
+        lr_scaling: the factor of learning rates for a batch of so many times the first one. warm_up: samples in which a factor moves to the next.
+    """
 
     order: SampleOrder
-    batch_size: int
-    parts: int
-    total: int
+    each: int
+    batches: Sequence[tuple[int, int]]
     seed: int
+    steps: int | None = None
+    samples: float = 0.0
+    lr_scaling: Callable[[float], float] = float
+    warm_up: int = 0
+
+    @property
+    def total(self) -> int:
+        """Number of steps."""
+        begins, batch = self.batches[-1]
+        return self.steps or begins + math.ceil((self.samples - self.first(begins)) / batch)
+
+    def parts(self, step: int) -> int:
+        """Number of parts of a step."""
+        return self._batches(step)[-1][1] // self.each
+
+    def first(self, step: int) -> int:
+        """The number of the first sample of a step."""
+        begun = [*self._batches(step), (step, 0)]
+        return sum(batch * (end - begins) for (begins, batch), (end, _) in pairwise(begun))
+
+    def lr_factor(self, step: int) -> float:
+        """The factor of learning rates in a step."""
+        *before, (begins, batch) = self._batches(step)
+        factor = self.lr_scaling(batch / self.batches[0][1])
+        seen = self.first(step) - self.first(begins)
+        if not before or seen >= self.warm_up:
+            return factor
+        last = replace(self, batches=before).lr_factor(begins)
+        return last + (factor - last) * seen / self.warm_up
+
+    def _batches(self, step: int) -> list[tuple[int, int]]:
+        return [(begins, batch) for begins, batch in self.batches if begins <= step]
 
     def seed_of(self, step: int, part: int) -> int:
         """The seed of a part."""
@@ -62,10 +105,9 @@ class Draws:
 
     def of_rank(self, step: int, rank: int, size: int) -> Iterator[Draw]:
         """The draws of one of so many ranks, from a step on."""
-        each = self.batch_size // self.parts
         for at in range(step, self.total):
-            for part in range(rank, self.parts, size):
-                yield Draw(self.seed_of(at, part), self.order.indices(at * self.batch_size + part * each, each))
+            for part in range(rank, self.parts(at), size):
+                yield Draw(self.seed_of(at, part), self.order.indices(self.first(at) + part * self.each, self.each))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from torch.distributed import DistNetworkError
@@ -95,7 +96,7 @@ class StepsToDo:
             self._batches = self._loading.batches(self._draws.of_rank(self.step, rank, size))
         self._current = StepParts(
             self.step,
-            self._draws.parts,
+            self._draws.parts(self.step),
             of=parts,
             rank=rank,
             size=size,
@@ -105,6 +106,7 @@ class StepsToDo:
             is_first=is_first,
         )
         parts.training.completing = self._current.complete
+        parts.training.lr_factor = self._draws.lr_factor(self.step)
         return self._current
 
     # the job
@@ -113,7 +115,8 @@ class StepsToDo:
         """Takes up the newest checkpoint of the job, if there is one; from now on SIGTERM ends a step, and not the process."""
         self._has_begun = True
         if resizing.job.directory is not None and self._session.is_member:
-            self._load(resizing)
+            resizing.job.begins(replace(resizing.job.now, batches=self._load(resizing)))
+            self._draws = replace(self._draws, batches=(*self._draws.batches, *resizing.job.now.batches))
         if threading.current_thread() is threading.main_thread():
             self._handled = signal.signal(signal.SIGTERM, self._stop)
 
@@ -149,6 +152,10 @@ class StepsToDo:
 
     def _resize(self, resizing: Resizing, generation: Generation) -> None:
         session, before = self._session, resizing.job.now.size
+        if generation.members == resizing.job.now.members:
+            resizing.job.begins(generation)
+            self._take_batches(resizing)
+            return
         joins = not session.is_member
         resizing.end_step()
         began = time.monotonic()
@@ -164,7 +171,29 @@ class StepsToDo:
             if (collectives := session._parts.collectives) is not None:
                 seconds = max(collectives.agree(0.0 if joins else seconds, "seconds of a resize"))
             if session.rank == 0:
-                _write(resizing, generation, before, self.step, seconds=seconds, resized=resized)
+                _write_resize(resizing, generation, before, self.step, seconds=seconds, resized=resized)
+            self._take_batches(resizing)
+
+    def _take_batches(self, resizing: Resizing) -> None:
+        """Has batches be those of the generation that is there, and says what has changed."""
+        generation, draws, step = resizing.job.now, self._draws, self.step
+        self._draws, self._batches = replace(draws, batches=(draws.batches[0], *generation.batches)), None
+        before, after = (one.parts(step) * one.each for one in (draws, self._draws))
+        if before == after or self._session.rank != 0:
+            return
+        factor = self._draws.lr_scaling(after / draws.batches[0][1])
+        _log.warning(
+            "batches of %d samples in place of %d from step %d on, learning rates times %.4g: %s",
+            after,
+            before,
+            step,
+            factor,
+            generation.why,
+        )
+        _write(
+            resizing,
+            {"event": "batch", "step": step, "from": before, "to": after, "lr_factor": factor, "why": generation.why},
+        )
 
     # losses
 
@@ -178,7 +207,8 @@ class StepsToDo:
         self._load(resizing)
         if self._session.rank == 0:
             seconds = time.monotonic() - began
-            _write(resizing, generation, before, self.step, seconds=seconds, resized=Resized(0, 0, None))
+            _write_resize(resizing, generation, before, self.step, seconds=seconds, resized=Resized(0, 0, None))
+        self._take_batches(resizing)
 
     # checkpoints
 
@@ -188,17 +218,22 @@ class StepsToDo:
 
     def _save(self, resizing: Resizing) -> None:
         if resizing.job.directory is not None and self._saved != self.step:
-            self._session.save_checkpoint(resizing.job.directory / "checkpoints", extra={"step": self.step}, keep=_KEPT)
+            extra = {"step": self.step, "batches": [list(batch) for batch in resizing.job.now.batches]}
+            self._session.save_checkpoint(resizing.job.directory / "checkpoints", extra=extra, keep=_KEPT)
             self._saved = self.step
 
-    def _load(self, resizing: Resizing) -> None:
+    def _load(self, resizing: Resizing) -> Any:
+        """Takes the newest checkpoint up, if there is one; gives the batches that it knows of."""
         assert resizing.job.directory is not None
         directory = resizing.job.directory / "checkpoints"
-        if (directory / "latest").exists():
-            self.step = self._saved = self._session.load_checkpoint(directory)["step"]
+        if not (directory / "latest").exists():
+            return ()
+        extra = self._session.load_checkpoint(directory)
+        self.step = self._saved = extra["step"]
+        return extra.get("batches", ())
 
 
-def _write(
+def _write_resize(
     resizing: Resizing, generation: Generation, before: int, step: int, *, seconds: float, resized: Resized
 ) -> None:
     """Adds a line about a resize to the log of the job, and to that of the program."""
@@ -213,6 +248,10 @@ def _write(
         "why": generation.why,
     }
     _log.info("%d ranks in place of %d from step %d on: %s", generation.size, before, step, generation.why)
+    _write(resizing, event)
+
+
+def _write(resizing: Resizing, event: Mapping[str, Any]) -> None:
     if resizing.job.directory is not None:
         with (resizing.job.directory / "log.jsonl").open("a") as file:
             file.write(json.dumps(event) + "\n")

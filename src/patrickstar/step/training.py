@@ -59,6 +59,8 @@ class Training(ABC):
     """How many have ended that have brought gradients."""
     completing: Callable[[], None] = lambda: None
     """Is called before gradients are used: those of a step in parts are still to be completed."""
+    lr_factor: float = 1.0
+    """Of the learning rates of all groups, where a step has another batch than they are meant for."""
 
     _bringing: int | None = None  # the backward under way that has brought gradients; None: there is none
     _around: int | None = None  # the backward in which a block was last computed again
