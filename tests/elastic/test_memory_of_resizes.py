@@ -13,7 +13,7 @@ from tests.elastic.running import ENVIRONMENT, SOURCE
 pytestmark = pytest.mark.campaign
 
 
-@pytest.mark.parametrize(("budget_mib", "on_disk"), [(600, False), (400, True)])
+@pytest.mark.parametrize(("budget_mib", "on_disk"), [(600, False), (400, True), (280, True)])
 def test_no_rank_holds_more_than_its_share_in_a_resize(budget_mib: int, on_disk: bool, tmp_path: Path) -> None:
     """600 MiB hold all states of one, and not beside those of one of two."""
     disk = tmp_path / "disk"

@@ -95,6 +95,9 @@ class Room:
     def end(self, stretch: Stretch, known: KnownForward | None, *, budget_bytes: int) -> None:
         """Ends the count for a stretch, and learns from it. `known`: of its forward; `budget_bytes`: what chunks and activations may take."""
 
+    def stay_within(self) -> None:
+        """Gives back what the allocator keeps, where the process would pass its bound in the rest of a moment that lasts."""
+
     def rise(self, nbytes: int) -> None:
         """Notes that a moment takes so much beside chunks."""
         self.level_bytes = max(self.level_bytes, nbytes)
@@ -290,6 +293,10 @@ class HostRoom(Room):
             return actions
         self._pilot.yield_bytes(excess, slots=slots)
         return self._pilot.decided(*moment)
+
+    def stay_within(self) -> None:
+        if self._is_bounded:
+            self.excess_bytes(self._rise_bytes())
 
     def _rise_bytes(self) -> int:
         """Bytes by which what is alive beside the slots grows until the next moment, as far as that is known."""

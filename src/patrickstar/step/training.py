@@ -73,6 +73,7 @@ class Training(ABC):
     def _keep(self, bound: BoundParameter, gradient: Tensor) -> None:
         """Keeps what has come of a gradient, in its plane; until the backward ends in a sum of its own where the plane is of another type."""
         if self.gathering is not None or self.touches.adds_up(bound.name, str(gradient.dtype).removeprefix("torch.")):
+            self.executor.room.stay_within()
             with self.executor.quiet():
                 self.sums.add(bound.name, gradient)
         else:
