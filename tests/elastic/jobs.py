@@ -101,11 +101,18 @@ def train(rank: int, plan: Plan) -> Run:
 def train_here(plan: Plan, memory: Mapping[str, Any]) -> Run:
     """The run of this process, whatever it is of."""
     torch.set_num_threads(1)
-    model, run = build(), Run(process=os.getpid())
+    model, run, asked = build(), Run(process=os.getpid()), plan.begins
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     session = patrickstar.manage(model, optimizer, options=patrickstar.Options(poison=True), **memory)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.8)  # counts, so it has to know of steps before
     steps = session.steps(
-        Samples(plan.samples), batch_size=2 * plan.parts, parts=plan.parts, total=plan.total, seed=3, **plan.growth
+        Samples(plan.samples),
+        batch_size=2 * plan.parts,
+        parts=plan.parts,
+        total=plan.total,
+        seed=3,
+        extra={"schedule": schedule},
+        **plan.growth,
     )
     for parts in steps:
         with parts:
@@ -116,8 +123,10 @@ def train_here(plan: Plan, memory: Mapping[str, Any]) -> Run:
                 run.parts.append((parts.step, parts.index, loss.item().hex(), tuple(indices.tolist())))
             session.optimizer.step()
             session.optimizer.zero_grad()
+            schedule.step()
             if session.rank == 0 and parts.step in {*plan.sizes, *plan.batches}:
-                session.resize(plan.sizes.get(parts.step, session.world_size), plan.batches.get(parts.step))
+                asked = plan.sizes.get(parts.step, asked)
+                session.resize(asked, plan.batches.get(parts.step))
     if session.is_member:
         run.tensors = {name: value.clone() for name, value in session.state_dict().items()}
         for name, parameter in model.named_parameters():
@@ -132,6 +141,7 @@ def plain(plan: Plan, parts: Sequence[int], lr_factor: Callable[[int], float] = 
     torch.set_num_threads(1)
     model, run = build(), Run()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.8)
     samples, order, first = Samples(plan.samples), SampleOrder(plan.samples, 3), 0
     for step, count in enumerate(parts):
         for part in range(count):
@@ -146,9 +156,12 @@ def plain(plan: Plan, parts: Sequence[int], lr_factor: Callable[[int], float] = 
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(torch.tensor(1 / count))
-        optimizer.param_groups[0]["lr"] = 1e-2 * lr_factor(step)
+        rate = optimizer.param_groups[0]["lr"]
+        optimizer.param_groups[0]["lr"] = rate * lr_factor(step)
         optimizer.step()
         optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = rate
+        schedule.step()
     run.tensors = {name: value.clone() for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})

@@ -17,15 +17,19 @@ from tests.elastic.jobs import Samples, build, digest
 
 def main(total: int, seconds: float, max_batch: int | None = None) -> None:
     model = build()
-    session = patrickstar.manage(model, torch.optim.AdamW(model.parameters(), lr=1e-2), host_memory="1GiB")
-    growth: dict[str, Any] = {"batch": "grow", "max_batch": max_batch} if max_batch else {}
-    for parts in session.steps(Samples(29), batch_size=12, parts=6, total=total, seed=3, **growth):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session = patrickstar.manage(model, optimizer, host_memory="1GiB")
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.8)
+    more: dict[str, Any] = {"batch": "grow", "max_batch": max_batch} if max_batch else {}
+    more["extra"] = {"schedule": schedule}
+    for parts in session.steps(Samples(29), batch_size=12, parts=6, total=total, seed=3, **more):
         with parts:
             for _, batch in parts:
                 time.sleep(seconds / 6)
                 model(batch).square().mean().backward()
             session.optimizer.step()
             session.optimizer.zero_grad()
+            schedule.step()
     was_there = session.is_member
     session.close()
     if was_there:

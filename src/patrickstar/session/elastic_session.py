@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -143,6 +144,7 @@ class ElasticSession:
         batch: str = "fixed",
         max_batch: int | None = None,
         lr_scaling: str | Callable[[float], float] = "sqrt",
+        extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> StepsToDo:
         """Gives the steps that are still to be done, each a `with` block and an iterator over this rank's parts of it.
 
@@ -153,12 +155,13 @@ class ElasticSession:
             total: number of steps; or epochs: how often each sample is seen. seed: of the order of samples, and of what torch draws in a part.
             collate_fn: makes a batch of the samples of a part; torch's by default. num_workers: processes that fetch samples.
             batch: "grow": whoever resizes the job may have steps of more samples, up to max_batch, in whole parts.
+            extra: what has a state that follows steps, such as a scheduler, by name: ranks that join have it, and checkpoints; a loss takes it back.
             lr_scaling: factor of the learning rates for a batch of k times batch_size: "sqrt", "linear" (moved to in an epoch), or a function of k.
         Raises:
             ConfigError: before the first step. StateError: no optimizer is managed, or ranks were not started as an elastic job.
         """
         _check(self, dataset, batch_size, parts, ends=(total, epochs))
-        _check_growth(batch, batch_size, max_batch, lr_scaling)
+        _check_more(batch, batch_size, max_batch, lr_scaling, extra)
         if self.resizing is None and parts > 1:  # what is added to is not rounded first
             self._parts.events.late_planes.widen_gradients()
         if self.resizing is not None and max_batch is not None:
@@ -173,11 +176,17 @@ class ElasticSession:
             lr_scaling=LR_SCALING[lr_scaling] if isinstance(lr_scaling, str) else lr_scaling,
             warm_up=len(dataset) if lr_scaling == "linear" else 0,
         )
-        return StepsToDo(self, draws, BatchLoading(DrawnSamples(dataset), collate_fn, num_workers))
+        return StepsToDo(self, draws, BatchLoading(DrawnSamples(dataset), collate_fn, num_workers), extra)
 
 
-def _check_growth(batch: str, batch_size: int, max_batch: int | None, lr_scaling: object) -> None:
-    problems = []
+def _check_more(
+    batch: str, batch_size: int, max_batch: int | None, lr_scaling: object, extra: Mapping[str, Any]
+) -> None:
+    problems = [
+        f"extra[{name!r}]={type(value).__name__}: state_dict() and load_state_dict() are expected"
+        for name, value in extra.items()
+        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict"))
+    ]
     if batch not in ("fixed", "grow"):
         problems.append(f'batch={batch!r}: "fixed" or "grow" is expected')
     elif (batch == "grow") != (max_batch is not None) or (max_batch or batch_size) < batch_size:

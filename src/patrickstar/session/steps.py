@@ -28,15 +28,19 @@ _TERMINATED: Final = 143
 
 
 class StepsToDo:
-    """An iterator over the steps of a session that are still to be done. `draws`: what parts draw. loading: makes batches of that.
+    """An iterator over the steps of a session that are still to be done.
+
+    Args:
+        draws: what parts draw. loading: makes batches of that. extra: what has a state that follows steps, by name.
 
     Attributes:
         step: the number of the next step, from 0 on.
     """
 
-    def __init__(self, session: Any, draws: Draws, loading: BatchLoading) -> None:
+    def __init__(self, session: Any, draws: Draws, loading: BatchLoading, extra: Mapping[str, Any]) -> None:
         self.step = 0
         self._session, self._draws, self._loading = session, draws, loading
+        self._extra = extra
         self._current: StepParts | None = None
         self._batches: Iterator[Any] | None = None
         self._saved = -1
@@ -159,7 +163,7 @@ class StepsToDo:
         joins = not session.is_member
         resizing.end_step()
         began = time.monotonic()
-        resized = resizing.change(generation, lambda: {**session.told(), "saved": self._saved})
+        resized = resizing.change(generation, lambda: {**session.told(), "saved": self._saved, "extra": self._states()})
         collect()
         if resized is None:
             return
@@ -167,6 +171,8 @@ class StepsToDo:
         if session.is_member:
             session.take_told(resized.told, joins=joins)
             self._saved = resized.told["saved"]
+            if joins:
+                self._load_states(resized.told["extra"])
             seconds = time.monotonic() - began
             if (collectives := session._parts.collectives) is not None:
                 seconds = max(collectives.agree(0.0 if joins else seconds, "seconds of a resize"))
@@ -218,7 +224,8 @@ class StepsToDo:
 
     def _save(self, resizing: Resizing) -> None:
         if resizing.job.directory is not None and self._saved != self.step:
-            extra = {"step": self.step, "batches": [list(batch) for batch in resizing.job.now.batches]}
+            batches = [list(batch) for batch in resizing.job.now.batches]
+            extra = {"step": self.step, "batches": batches, "states": self._states()}
             self._session.save_checkpoint(resizing.job.directory / "checkpoints", extra=extra, keep=_KEPT)
             self._saved = self.step
 
@@ -230,7 +237,15 @@ class StepsToDo:
             return ()
         extra = self._session.load_checkpoint(directory)
         self.step = self._saved = extra["step"]
-        return extra.get("batches", ())
+        self._load_states(extra["states"])
+        return extra["batches"]
+
+    def _states(self) -> dict[str, Any]:
+        return {name: value.state_dict() for name, value in self._extra.items()}
+
+    def _load_states(self, states: Mapping[str, Any]) -> None:
+        for name, value in self._extra.items():
+            value.load_state_dict(states[name])
 
 
 def _write_resize(
