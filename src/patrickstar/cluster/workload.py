@@ -100,18 +100,17 @@ def read_workload(path: Path, *, gpus: int, gpus_per_node: int, profiles: Path |
     if len(rows) == 1:
         raise ConfigError(f"{path}: line {line + 1}: no job; give a line for each")
     tables = Profiles(profiles, gpus=gpus, gpus_per_node=gpus_per_node) if of_pollux and profiles else None
-    jobs: dict[str, Submission] = {}
+    jobs: list[Submission] = []
     lines: dict[str, int] = {}
     for number, cells in rows[1:]:
         if len(cells) != len(header):
             raise ConfigError(f"{path}: line {number}: {len(cells)} cells under {len(header)} columns")
         row = _Row(path, number, dict(zip(header, map(str.strip, cells), strict=True)), gpus)
         job = row.of_pollux(tables) if tables else row.job()
-        if job.name in jobs:
-            twice_in = f"{job.name!r} is there twice, first in line {lines[job.name]}"
-            raise row.error("name" if tables else "job", twice_in)
-        jobs[job.name], lines[job.name] = job, number
-    return tuple(jobs.values())
+        if (first := lines.setdefault(job.name, number)) != number:
+            raise row.error("name" if tables else "job", f"{job.name!r} is there twice, first in line {first}")
+        jobs.append(job)
+    return tuple(jobs)
 
 
 def _rows(path: Path) -> list[tuple[int, list[str]]]:
@@ -139,10 +138,8 @@ class _Row:
 
     def number(self, column: str, *, least: float = -math.inf, most: float = math.inf, above: bool = False) -> float:
         """The number in a cell, or the column's default where it is empty or not there."""
-        text = self.cells.get(column, "")
-        if not text:
-            if column in DEFAULTS:
-                return DEFAULTS[column]
+        text = self.cells.get(column, "") or DEFAULTS.get(column, "")
+        if text == "":
             raise self.error(column, "nothing there; give a number")
         try:
             value = float(text)
