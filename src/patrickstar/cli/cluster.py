@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import click
 
 from patrickstar.cli import flags
+from patrickstar.cli.listings import print_table
 from patrickstar.elastic.ray_cluster import RayCluster
 from patrickstar.errors import ConfigError
 
@@ -75,7 +75,7 @@ def simulate(workload: Path, name: str, **given: Any) -> None:
         click.echo(json.dumps(told if name == "all" else told[0], allow_nan=False))
     else:
         click.echo(f"{len(jobs)} jobs on {of.gpus} GPUs, simulated (JCT: from submission to end)")
-        click.echo("\n".join(_columns([*table(told)])))
+        print_table([*table(told)], flush_left=9)
 
 
 _jobs_options = flags.all_of(
@@ -139,7 +139,7 @@ def _run_jobs(
     for key, job in dispatcher.jobs.items():
         times = (job.submit, job.start, job.predicted, job.finish)
         rows.append((key, job.state, *("-" if t is None else f"{t:.1f} s" for t in times), str(job.resizes)))
-    click.echo("\n".join(_columns(rows)))
+    print_table(rows, flush_left=7)
     outcome = dispatcher.outcome()
     if report and outcome.jobs:
         told = [figures(outcome, policy=name, seed=0)]
@@ -166,10 +166,4 @@ def policies() -> None:
     from patrickstar.cluster.policies.catalogue import POLICIES
 
     rows = [(name, one.source, "yes" if one.resizes else "no", one.knows) for name, one in POLICIES.items()]
-    click.echo("\n".join(_columns([("name", "source", "resizes", "knows"), *rows])))
-
-
-def _columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+    print_table([("name", "source", "resizes", "knows"), *rows], flush_left=4)

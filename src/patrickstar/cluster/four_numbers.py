@@ -14,7 +14,7 @@ from patrickstar.cluster.job_view import Numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FourNumbers:
-    """Speed of a job that takes `duration` seconds on `gpus` GPUs with its own batch.
+    """Speed of a job that takes `duration` seconds on `gpus` GPUs with its own batch; its course too, of epochs of equal work.
 
     On n GPUs with k times its batch it takes
 
@@ -30,10 +30,24 @@ class FourNumbers:
     serial: float = 0.05
     noise: float = 0.0
     grow: float = 1.0
+    n_epochs: int = 10
 
     @property
     def work(self) -> float:
         return self.duration * self.gpus
+
+    @property
+    def epoch_samples(self) -> float:
+        return self.work / self.n_epochs
+
+    def at(self, done: float) -> FourNumbers:  # noqa: ARG002 - the same everywhere
+        return self
+
+    def epochs(self, done: float) -> int:
+        return int(done / self.work * self.n_epochs + 1e-9)
+
+    def change_after(self, done: float) -> float:  # noqa: ARG002 - the same everywhere
+        return self.work
 
     def batches(self) -> tuple[float, float]:
         return (1 / self.gpus if self.grow > 1 else 1.0), self.grow

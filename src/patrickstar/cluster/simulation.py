@@ -160,6 +160,7 @@ def simulate(
     while active or coming:
         arrival = coming[0].submission.submit if coming else math.inf
         tick = (math.floor(now / tick_s) + 1) * tick_s if active else math.inf
+        tick += tick_s * (tick <= now)  # the quotient at a tick may have been rounded down, to that very tick
         now = min([arrival, tick, *(job.next_at for job in active)])
         decides = now in (arrival, tick)
         for job in [job for job in active if job.next_at == now]:

@@ -35,31 +35,6 @@ class Course(Protocol):
         """Work done at which the speed is next another one; all work where it stays."""
 
 
-@dataclass(frozen=True, slots=True)
-class Steady:
-    """The course of a job of a trace: one speed, epochs of equal work."""
-
-    speed: FourNumbers
-    n_epochs: int
-
-    @property
-    def work(self) -> float:
-        return self.speed.work
-
-    @property
-    def epoch_samples(self) -> float:
-        return self.work / self.n_epochs
-
-    def at(self, done: float) -> Speed:  # noqa: ARG002 - the same everywhere
-        return self.speed
-
-    def epochs(self, done: float) -> int:
-        return int(done / self.work * self.n_epochs + 1e-9)
-
-    def change_after(self, done: float) -> float:  # noqa: ARG002 - the same everywhere
-        return self.work
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
     """One job of a workload."""
@@ -176,8 +151,8 @@ class _Row:
             raise self.error("gpus", f"{gpus} is not between min_gpus {min_gpus} and max_gpus {max_gpus}")
         duration, serial = self.number("duration", least=0, above=True), self.number("serial", least=0, most=1)
         noise, grow = self.number("noise", least=0), self.number("grow", least=1)
-        speed = FourNumbers(gpus=gpus, duration=duration, serial=serial, noise=noise, grow=grow)
-        course = Steady(speed, self.whole("epochs", least=1))
+        times: dict[str, Any] = {"duration": duration, "n_epochs": self.whole("epochs", least=1)}
+        course = FourNumbers(gpus=gpus, serial=serial, noise=noise, grow=grow, **times)
         of: dict[str, Any] = {"priority": self.whole("priority"), "user": self.cells.get("user", ""), "course": course}
         sizes: dict[str, Any] = {"gpus": gpus, "min_gpus": min_gpus, "max_gpus": min(max_gpus, self.cluster_gpus)}
         return Submission(name=self.name("job"), submit=self.number("submit", least=0), **sizes, **of)

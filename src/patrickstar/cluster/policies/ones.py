@@ -109,14 +109,12 @@ def ones(
     wanted = _ready(jobs, chosen, options)
     changes = any(wanted[job.name] != job.gpu_ids for job in jobs)
     waits = [job.name for job in jobs if changes and job.ran and not job.gpu_ids and not chosen[job.name]]
-    why = [
-        f"about {left:.0f} samples left" if job.epochs >= YOUNG else "new" for job, left in zip(jobs, rest, strict=True)
-    ]
-    allocations = {
-        job.name: Allocation(gpus, batch_rule(job, len(gpus)), f"{text}; of the schedule with the least GPU time left")
-        for job, text in zip(jobs, why, strict=True)
-        if (gpus := wanted[job.name])
-    }
+    allocations = {}
+    for number, job in enumerate(jobs):
+        if gpus := wanted[job.name]:
+            left = "new" if young[number] else f"about {rest[number]:.0f} samples left"
+            why = f"{left}; of the schedule with the least GPU time left"
+            allocations[job.name] = Allocation(gpus, batch_rule(job, len(gpus)), why)
     ascending = tuple(found[best].tolist())
     return allocations, OnesState(names, population, ascending, limits, seen, log, model, frozenset(waits))
 
