@@ -47,6 +47,7 @@ class FourNumbers:
         return int(done / self.work * self.n_epochs + 1e-9)
 
     def change_after(self, done: float) -> float:  # noqa: ARG002 - the same everywhere
+        """Work done at which the speed is next another one; all work where it stays."""
         return self.work
 
     def batches(self) -> tuple[float, float]:

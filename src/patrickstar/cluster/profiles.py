@@ -175,6 +175,7 @@ class PolluxCourse:
         return bisect.bisect_right(self._ends, done)
 
     def change_after(self, done: float) -> float:
+        """Work done at which the speed is next another one; all work where it stays."""
         return self._ends[min(self.epochs(done), len(self._ends) - 1)]
 
 

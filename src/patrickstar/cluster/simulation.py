@@ -167,7 +167,7 @@ def simulate(
             job.advance(now)
             if job.done == job.submission.course.work:
                 job.finish = now
-                events.append(_allocated(job, now, Allocation((), 0.0, DONE), hold=0.0))
+                events.append(allocated(job.submission.name, now, Allocation((), 0.0, DONE)))
                 active.remove(job)
                 decides = True
             else:
@@ -205,16 +205,17 @@ def _carry_out(
             changes[job] = new
     wanted = {job: new.gpu_ids for job, new in changes.items()}
     for job, gpu_ids in in_order_of_giving(wanted, {job: job.holds.gpu_ids for job in changes}):
-        new = changes[job]
+        name, new = job.submission.name, changes[job]
         if gpu_ids == new.gpu_ids:
-            yield _allocated(job, now, new, hold=job.give(new, cluster))
+            yield allocated(name, now, new, hold=job.give(new, cluster))
         else:
             part = Allocation(gpu_ids, new.batch, f"gives back what others get now; {new.why}")
-            yield _allocated(job, now, part, hold=cluster.resize_s)
+            yield allocated(name, now, part, hold=cluster.resize_s)
 
 
-def _allocated(job: SimulatedJob, now: float, new: Allocation, *, hold: float) -> Event:
-    what = {"event": "allocate", "t": now, "job": job.submission.name, "gpus": list(new.gpu_ids)}
+def allocated(name: str, now: float, new: Allocation, *, hold: float = 0.0) -> Event:
+    """The event that a job's GPUs or batch change, after which it makes no progress for some seconds."""
+    what = {"event": "allocate", "t": now, "job": name, "gpus": list(new.gpu_ids)}
     return {**what, "batch": new.batch, "hold": hold, "why": new.why}
 
 

@@ -11,28 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 from patrickstar.cluster.four_numbers import FourNumbers
-from patrickstar.cluster.job_view import Speed
-from patrickstar.cluster.profiles import Profiles
+from patrickstar.cluster.profiles import PolluxCourse, Profiles
 from patrickstar.errors import ConfigError, nearest
 
 REQUIRED: Final = ("job", "submit", "gpus", "duration")
 OF_POLLUX: Final = ("name", "time", "application", "num_replicas", "batch_size")
 
 
-class Course(Protocol):
-    """Speed and epochs of a job over what it does from beginning to end. Work is counted as its speeds count it."""
-
-    @property
-    def work(self) -> float: ...
-    @property
-    def epoch_samples(self) -> float: ...
-    def at(self, done: float) -> Speed: ...
-    def epochs(self, done: float) -> int: ...
-    def change_after(self, done: float) -> float:
-        """Work done at which the speed is next another one; all work where it stays."""
+Course: TypeAlias = FourNumbers | PolluxCourse
+"""Speed and epochs of a job over what it does from beginning to end. Work is counted as its speeds count it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ import numpy as np
 
 from patrickstar.cluster.decision import decide
 from patrickstar.cluster.four_numbers import FourNumbers
-from patrickstar.cluster.job_view import Cluster, Ids, Policy
-from patrickstar.cluster.simulation import DONE, Outcome, SimulatedJob
+from patrickstar.cluster.job_view import Allocation, Cluster, Ids, Policy
+from patrickstar.cluster.simulation import DONE, Outcome, SimulatedJob, allocated
 from patrickstar.cluster.workload import Submission
 from patrickstar.errors import ConfigError
 from patrickstar.sharing.jobs_file import SharedJob, read_jobs
@@ -176,8 +176,7 @@ class Dispatcher:
         job.start = self.now if job.start is None else job.start
         job.epochs_at_change = job.view(self.jobs.values()).epochs
         job.gpu_ids, job.largest = gpu_ids, max(job.largest, len(gpu_ids))
-        event = {"event": "allocate", "t": self.now, "job": job.of.name, "gpus": list(gpu_ids)}
-        self.directory.add({**event, "batch": 1.0, "hold": 0.0, "why": why})
+        self.directory.add(allocated(job.of.name, self.now, Allocation(gpu_ids, 1.0, why)))
 
     # decisions
 

@@ -68,34 +68,26 @@ def reorder(counts: Schedules, present: Schedules) -> Schedules:
     Args:
         counts: GPUs of each job. [schedules, jobs]; present: the job on each GPU, or -1. [GPUs]
     """
-    gpus, rows = len(present), np.arange(len(counts))[:, None]
+    gpus = len(present)
     # A job's GPUs among the first i. [jobs, GPUs + 1]
     same = np.pad(np.cumsum(present == np.arange(counts.shape[1])[:, None], axis=1), ((0, 0), (1, 0)))
-    lies = np.where(same[:, -1] > 0, (same > 0).argmax(axis=1), gpus + 1)
-    order = np.argsort(lies, kind="stable")
-    placed = counts[:, order] > 0
-    # Jobs that a schedule has, in order, and none where it has no more. [schedules, places]
-    turn = np.take_along_axis(np.broadcast_to(order, counts.shape), np.argsort(~placed, axis=1, kind="stable"), axis=1)
-    turn = turn[:, : int(placed.sum(axis=1).max(initial=0))]
-    sizes = np.take_along_axis(counts, turn, axis=1)
     emptied = np.pad(np.cumsum(present >= 0), (1, 0))  # changes where the first i GPUs are left empty. [GPUs + 1]
-    ends = np.arange(gpus + 1)
-    cost, last = np.broadcast_to(emptied.astype(float), (len(counts), gpus + 1)), []
-    for job, size in zip(turn.T, sizes.T, strict=True):
-        begin = ends - size[:, None]
-        at = np.maximum(begin, 0)
-        # With its last GPU before i; then with empty ones after it, as `best` says without what those change.
-        here = cost[rows, at] + size[:, None] - same[job] + same[job[:, None], at] - emptied
-        here[begin < 0] = np.inf
-        best = np.minimum.accumulate(here, axis=1)
-        fell = here < np.pad(best[:, :-1], ((0, 0), (1, 0)), constant_values=np.inf)
-        last.append(np.where(size[:, None], np.maximum.accumulate(np.where(fell, ends, 0), axis=1), ends))
-        cost = np.where(size[:, None], best + emptied, cost)
-    found, at = np.full((len(counts), gpus), -1), np.full(len(counts), gpus)
-    for job, size, end in zip(turn.T[::-1], sizes.T[::-1], reversed(last), strict=True):
-        at = end[rows[:, 0], at]
-        np.copyto(found, job[:, None], where=(ends[:-1] < at[:, None]) & (ends[:-1] >= (at - size)[:, None]))
-        at = at - size
+    order = np.argsort(np.where(same[:, -1] > 0, (same > 0).argmax(axis=1), gpus + 1), kind="stable").tolist()
+    found = np.full((len(counts), gpus), -1)
+    for layout, sizes in zip(found, counts.tolist(), strict=True):
+        least, placed = emptied.astype(float), []  # changes of the first i GPUs with the jobs that are placed
+        for job in order:
+            if size := sizes[job]:
+                # With its last GPU before i, less what leaving those empty would change, as GPUs after it may be.
+                cost = np.full(gpus + 1, np.inf)
+                cost[size:] = least[:-size] + size - same[job, size:] + same[job, :-size] - emptied[size:]
+                least = np.minimum.accumulate(cost) + emptied
+                placed.append((job, size, cost))
+        at = gpus
+        for job, size, cost in reversed(placed):
+            end = int(cost[: at + 1].argmin())
+            at = end - size
+            layout[at:end] = job
     return found
 
 
