@@ -50,19 +50,17 @@ def simulate(workload: Path, name: str, **given: Any) -> None:
     from patrickstar.cluster.simulation import simulate as run
     from patrickstar.cluster.workload import read_workload
 
-    names = list(POLICIES) if name == "all" else [name]
-    policies = [find_policy(one) for one in names]
-    if len(names) > 1 and given["events"]:
+    policies = {one: find_policy(one) for one in (POLICIES if name == "all" else [name])}
+    if name == "all" and given["events"]:
         raise ConfigError("--events is of one policy: give its name, not `--policy all`")
     if given["report"] and find_spec("matplotlib") is None:
         raise ConfigError("--report needs matplotlib for its picture: pip install 'patrickstar[cluster]'")
     sizes = {"gpus": given["gpus"], "gpus_per_node": given["gpus_per_node"]}
     jobs = read_workload(workload, **sizes, profiles=given["profiles"])
     of = Cluster(**sizes, start_s=given["start_seconds"], resize_s=given["resize_seconds"])
-    found, told = {}, []
-    for one, policy in zip(names, policies, strict=True):
-        found[one] = run(jobs, policy, cluster=of, tick_s=given["tick"], seed=given["seed"])
-        told.append(figures(found[one], policy=one, seed=given["seed"]))
+    how = {"cluster": of, "tick_s": given["tick"], "seed": given["seed"]}
+    found = {one: run(jobs, policy, **how) for one, policy in policies.items()}
+    told = [figures(outcome, policy=one, seed=given["seed"]) for one, outcome in found.items()]
     if given["report"]:
         from patrickstar.cli.report_picture import write_picture
         from patrickstar.cluster.report import page

@@ -64,7 +64,7 @@ class FourNumbers:
         # Work a second, k / ((serial + p k) (noise + k)) with p = (1 - serial) / n, is largest where serial * noise = p k^2.
         least, most = self.batches()
         if self.serial == 1:
-            return most
+            return float(most)
         return np.clip(np.sqrt(self.serial * self.noise * gpus / (1 - self.serial)), least, most)
 
     def best_rates(self, sizes: Sequence[int]) -> Numbers:

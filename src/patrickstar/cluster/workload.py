@@ -103,8 +103,10 @@ class _Row:
 
     def number(self, column: str, *, least: float = -math.inf, most: float = math.inf, above: bool = False) -> float:
         """The number in a cell, or the column's default where it is empty or not there."""
-        text = self.cells.get(column, "") or DEFAULTS.get(column, "")
-        if text == "":
+        text = self.cells.get(column, "")
+        if not text:
+            if column in DEFAULTS:
+                return DEFAULTS[column]
             raise self.error(column, "nothing there; give a number")
         try:
             value = float(text)
