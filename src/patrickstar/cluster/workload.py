@@ -119,8 +119,8 @@ class _Row:
             raise self.error(column, f"{text} is out of range: {bound}")
         return value
 
-    def whole(self, column: str, *, least: float = -math.inf, most: float = math.inf) -> int:
-        value = self.number(column, least=least, most=most)
+    def whole(self, column: str, *, least: float = -math.inf) -> int:
+        value = self.number(column, least=least)
         if value != int(value):
             raise self.error(column, f"{self.cells[column]!r} is no whole number")
         return int(value)

@@ -37,22 +37,16 @@ class Strips:
 
     def blocks(self, *tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
         """The columns of the strip that are a rank's tokens', and its tensors, rank by rank."""
-        own = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        own, local = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors], tensors[0].shape[2]
         for source, theirs in travel(self.group, own):
-            yield self.columns(source, tensors[0].shape[2]), theirs
+            yield slice(source * local, (source + 1) * local), theirs
 
     def own_sums(self, pairs: Tensor, rows: Tensor, like: Tensor) -> Tensor:
         """Gradients of this rank's tokens, from those of all ranks' rows. `pairs`: a strip [B, Z, c, L]. `rows`: of it, by key head."""
         sums = torch.empty((self.group.size, *like.shape), dtype=rows.dtype, device=like.device)
-        for source, of_rank in enumerate(sums):
-            part = pairs[..., self.columns(source, like.shape[2])].to(rows.dtype)
-            torch.matmul(grouped(part, like.shape[1]).mT, rows, out=of_rank)
+        for part, of_rank in zip(pairs.split(like.shape[2], -1), sums, strict=True):
+            torch.matmul(grouped(part.to(rows.dtype), like.shape[1]).mT, rows, out=of_rank)
         return self.group.scatter_sum(sums).to(like.dtype)
-
-    @staticmethod
-    def columns(source: int, local: int) -> slice:
-        """The columns of the strip that are a rank's tokens."""
-        return slice(source * local, (source + 1) * local)
 
 
 class _StripAttention(torch.autograd.Function):
