@@ -27,7 +27,7 @@ from patrickstar.cluster.four_numbers import FourNumbers
 from patrickstar.cluster.job_view import Cluster, JobView
 from patrickstar.cluster.policies.catalogue import POLICIES
 from patrickstar.cluster.simulation import Outcome, simulate
-from patrickstar.cluster.workload import Steady, Submission, read_workload
+from patrickstar.cluster.workload import Submission, read_workload
 
 HERE: Final = Path(__file__).parent
 GPUS, RESTART_S, RESIZE_S, TICK_S = 64, 30.0, 2.0, 60.0
@@ -216,8 +216,8 @@ def short_jobs(seed: int) -> list[Submission]:
     for number in range(50):
         gpus, grow = kinds[rng.integers(len(kinds))]
         duration = float(np.exp(rng.normal(np.log(300), 0.8)))
-        speed = FourNumbers(gpus=gpus, duration=duration, serial=0.02, noise=16.0, grow=float(grow))
-        course = Steady(speed, max(2, round(duration / 4)))
+        numbers = {"serial": 0.02, "noise": 16.0, "grow": float(grow)}
+        course = FourNumbers(gpus=gpus, duration=duration, n_epochs=max(2, round(duration / 4)), **numbers)
         jobs.append(Submission(name=f"{number}", submit=at, gpus=gpus, max_gpus=GPUS, course=course))
         at += float(rng.uniform(0, 60))
     return jobs

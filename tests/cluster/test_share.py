@@ -19,7 +19,7 @@ from patrickstar.cluster.figures import figures
 from patrickstar.cluster.job_view import Cluster
 from patrickstar.cluster.policies.catalogue import find_policy
 from patrickstar.cluster.simulation import simulate
-from patrickstar.cluster.workload import Steady, Submission
+from patrickstar.cluster.workload import Submission
 from patrickstar.sharing.live_job import LiveJob
 from patrickstar.sharing.sharing_directory import SharingDirectory
 from tests.elastic.running import ENVIRONMENT, SOURCE, digest_of_one, digests, program
@@ -107,9 +107,8 @@ def simulated(jobs: Sequence[LiveJob], policy: str) -> float:
     for one in jobs:
         sizes = {"gpus": one.of.max, "min_gpus": one.of.min, "max_gpus": one.of.max}
         one.step = 0
-        workload.append(
-            Submission(name=one.of.name, submit=one.submit, course=Steady(one.view(jobs).speed, 10), **sizes)
-        )  # type: ignore[arg-type]
+        course: Any = one.view(jobs).speed
+        workload.append(Submission(name=one.of.name, submit=one.submit, course=course, **sizes))
     starts = [one.ran - sum(seconds for _, seconds in one.measured.values()) for one in jobs]
     cluster = Cluster(gpus=4, gpus_per_node=4, start_s=sorted(starts)[len(starts) // 2])
     outcome = simulate(workload, find_policy(policy), cluster=cluster, tick_s=30.0)

@@ -116,6 +116,11 @@ def test_a_start_and_a_resize_hold_gpus_without_progress():
     assert (found.jobs[0].lost, found.jobs[0].attained, found.jobs[0].resizes) == (30.0 + 2 * 2.0, 60.0 + 2 * 37.0, 1)
 
 
+def test_time_goes_on_where_a_tick_is_no_binary_fraction():
+    assert 3 * 177.7 // 177.7 == 2
+    assert ends(simulate([submission(duration=1000.0)], fifo, cluster=SMALL, tick_s=177.7)) == [1030.0]
+
+
 def test_a_start_is_not_cut_short_by_a_resize():
     def grows(jobs, cluster, now, state, rng):
         return {"a": Allocation((0,) if now < 10 else (0, 1), 1.0, "grows")}, None

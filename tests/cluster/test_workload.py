@@ -17,7 +17,7 @@ def read(tmp_path, *lines, gpus=8, profiles=None):
 
 def test_columns_may_come_in_any_order_and_optional_ones_have_defaults(tmp_path):
     (job,) = read(tmp_path, "duration,user,job,gpus,submit", "100,ada,a,2,7.5")
-    speed = job.course.speed
+    speed = job.course
     assert (job.name, job.submit, job.gpus, job.min_gpus, job.max_gpus) == ("a", 7.5, 2, 1, 8)
     assert (speed.duration, speed.serial, speed.noise, speed.grow) == (100, 0.05, 0, 1)
     assert (job.course.n_epochs, job.user, job.priority) == (10, "ada", 0)

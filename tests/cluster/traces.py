@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from patrickstar.cluster.four_numbers import FourNumbers
 from patrickstar.cluster.job_view import JobView
-from patrickstar.cluster.workload import Steady, Submission
+from patrickstar.cluster.workload import Submission
 
 
 def submission(name: str = "a", submit: float = 0.0, gpus: int = 1, duration: float = 100.0, **rest: Any) -> Submission:
     numbers = {key: rest.pop(key) for key in ("serial", "noise", "grow") if key in rest}
-    course = Steady(FourNumbers(gpus=gpus, duration=duration, **numbers), rest.pop("epochs", 10))
+    course = FourNumbers(gpus=gpus, duration=duration, n_epochs=rest.pop("epochs", 10), **numbers)
     return Submission(name=name, submit=submit, gpus=gpus, course=course, **{"max_gpus": 64, **rest})
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import click
 
 from patrickstar.cli import flags
+from patrickstar.cli.listings import print_table
 from patrickstar.elastic.ray_cluster import RayCluster
 from patrickstar.errors import ConfigError
 
@@ -50,19 +50,17 @@ def simulate(workload: Path, name: str, **given: Any) -> None:
     from patrickstar.cluster.simulation import simulate as run
     from patrickstar.cluster.workload import read_workload
 
-    names = list(POLICIES) if name == "all" else [name]
-    policies = [find_policy(one) for one in names]
-    if len(names) > 1 and given["events"]:
+    policies = {one: find_policy(one) for one in (POLICIES if name == "all" else [name])}
+    if name == "all" and given["events"]:
         raise ConfigError("--events is of one policy: give its name, not `--policy all`")
     if given["report"] and find_spec("matplotlib") is None:
         raise ConfigError("--report needs matplotlib for its picture: pip install 'patrickstar[cluster]'")
     sizes = {"gpus": given["gpus"], "gpus_per_node": given["gpus_per_node"]}
     jobs = read_workload(workload, **sizes, profiles=given["profiles"])
     of = Cluster(**sizes, start_s=given["start_seconds"], resize_s=given["resize_seconds"])
-    found, told = {}, []
-    for one, policy in zip(names, policies, strict=True):
-        found[one] = run(jobs, policy, cluster=of, tick_s=given["tick"], seed=given["seed"])
-        told.append(figures(found[one], policy=one, seed=given["seed"]))
+    how = {"cluster": of, "tick_s": given["tick"], "seed": given["seed"]}
+    found = {one: run(jobs, policy, **how) for one, policy in policies.items()}
+    told = [figures(outcome, policy=one, seed=given["seed"]) for one, outcome in found.items()]
     if given["report"]:
         from patrickstar.cli.report_picture import write_picture
         from patrickstar.cluster.report import page
@@ -75,7 +73,7 @@ def simulate(workload: Path, name: str, **given: Any) -> None:
         click.echo(json.dumps(told if name == "all" else told[0], allow_nan=False))
     else:
         click.echo(f"{len(jobs)} jobs on {of.gpus} GPUs, simulated (JCT: from submission to end)")
-        click.echo("\n".join(_columns([*table(told)])))
+        print_table([*table(told)], flush_left=9)
 
 
 _jobs_options = flags.all_of(
@@ -139,7 +137,7 @@ def _run_jobs(
     for key, job in dispatcher.jobs.items():
         times = (job.submit, job.start, job.predicted, job.finish)
         rows.append((key, job.state, *("-" if t is None else f"{t:.1f} s" for t in times), str(job.resizes)))
-    click.echo("\n".join(_columns(rows)))
+    print_table(rows, flush_left=7)
     outcome = dispatcher.outcome()
     if report and outcome.jobs:
         told = [figures(outcome, policy=name, seed=0)]
@@ -166,10 +164,4 @@ def policies() -> None:
     from patrickstar.cluster.policies.catalogue import POLICIES
 
     rows = [(name, one.source, "yes" if one.resizes else "no", one.knows) for name, one in POLICIES.items()]
-    click.echo("\n".join(_columns([("name", "source", "resizes", "knows"), *rows])))
-
-
-def _columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+    print_table([("name", "source", "resizes", "knows"), *rows], flush_left=4)

@@ -20,7 +20,7 @@ def models() -> None:
         numel = shape.numel()
         count = f"{numel / 1e9:.2f}B" if numel >= 1e9 else f"{numel / 1e6:.1f}M"
         rows.append((name, shape.family, *map(str, numbers), count))
-    _table(rows)
+    print_table(rows)
 
 
 @click.command()
@@ -35,12 +35,12 @@ def machines() -> None:
         rates = [f"{rate / 1e9:.4g} GB/s" if rate else "-" for rate in (machine.link, machine.disk_read)]
         matmul = f"{machine.matmul_16bit / 1e12:.4g} TFLOP/s"
         rows.append((name, devices, each, format_bytes(machine.host_bytes), matmul, *rates))
-    _table(rows)
+    print_table(rows)
 
 
-def _table(rows: list[tuple[str, ...]]) -> None:
-    """Prints columns, the first two flush left, so that `grep` and `awk` see plain lines."""
+def print_table(rows: list[tuple[str, ...]], *, flush_left: int = 2) -> None:
+    """Prints columns, so many of them flush left, so that `grep` and `awk` see plain lines."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = [f"{cell:{'<' if at < 2 else '>'}{widths[at]}}" for at, cell in enumerate(row)]
+        cells = [f"{cell:{'<' if at < flush_left else '>'}{widths[at]}}" for at, cell in enumerate(row)]
         click.echo("  ".join(cells).rstrip())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,30 +35,29 @@ def decide(
         found = dict(given)
     except Exception as error:
         raise refusal(policy, number, now, f"it raised {type(error).__name__}: {error}") from error
-    by_name = {job.name: job for job in jobs}
-    owner: dict[int, str] = {}
-    for name, new in found.items():
-        if name not in by_name:
-            raise refusal(policy, number, now, f"it gives GPUs to {name!r}, which is not there or has ended")
-        for gpu in new.gpu_ids:
-            if not 0 <= gpu < cluster.gpus:
-                raise refusal(policy, number, now, f"it gives GPU {gpu} to {name!r}; there are 0 to {cluster.gpus - 1}")
-            if gpu in owner:
-                raise refusal(policy, number, now, f"it gives GPU {gpu} to {owner[gpu]!r} and to {name!r}")
-            owner[gpu] = name
-        if new.gpu_ids and (what := _cannot_have(by_name[name], new)):
-            raise refusal(policy, number, now, what)
+    for problem in _problems(found, {job.name: job for job in jobs}, cluster):
+        raise refusal(policy, number, now, problem)
     return found, state
 
 
-def _cannot_have(job: JobView, new: Allocation) -> str:
-    n = len(new.gpu_ids)
-    if not job.min_gpus <= n <= job.max_gpus:
-        return f"it gives {n} GPUs to {job.name!r}, which takes {job.min_gpus} to {job.max_gpus}"
-    least, most = job.speed.batches()
-    if not least * (1 - 1e-9) <= new.batch <= most * (1 + 1e-9):
-        return f"it gives {job.name!r} {new.batch:g} times its batch, which may be {least:g} to {most:g}"
-    return ""
+def _problems(found: Mapping[str, Allocation], jobs: Mapping[str, JobView], cluster: Cluster) -> Iterator[str]:
+    """The first thing that cannot be carried out, if there is one."""
+    owner: dict[int, str] = {}
+    for name, new in found.items():
+        if name not in jobs:
+            yield f"it gives GPUs to {name!r}, which is not there or has ended"
+        for gpu in new.gpu_ids:
+            if not 0 <= gpu < cluster.gpus:
+                yield f"it gives GPU {gpu} to {name!r}; there are 0 to {cluster.gpus - 1}"
+            if gpu in owner:
+                yield f"it gives GPU {gpu} to {owner[gpu]!r} and to {name!r}"
+            owner[gpu] = name
+        job, n = jobs[name], len(new.gpu_ids)
+        least, most = job.speed.batches()
+        if n and not job.min_gpus <= n <= job.max_gpus:
+            yield f"it gives {n} GPUs to {name!r}, which takes {job.min_gpus} to {job.max_gpus}"
+        if n and not least * (1 - 1e-9) <= new.batch <= most * (1 + 1e-9):
+            yield f"it gives {name!r} {new.batch:g} times its batch, which may be {least:g} to {most:g}"
 
 
 def refusal(policy: Policy, number: int, now: float, what: str) -> PolicyError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -62,14 +64,13 @@ def table(told: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
 
 def timeline(outcome: Outcome) -> tuple[Numbers, Numbers, Numbers]:
     """Moments, and the GPUs held and the jobs that wait from each of them on."""
-    submitted = {job.submission.name: job.submission.submit for job in outcome.jobs}
-    changes: dict[float, list[int]] = {moment: [0, 0] for moment in submitted.values()}
-    for moment in submitted.values():
-        changes[moment][1] += 1
-    holds = dict.fromkeys(submitted, 0)
+    changes: defaultdict[float, list[int]] = defaultdict(lambda: [0, 0])
+    for job in outcome.jobs:
+        changes[job.submission.submit][1] += 1
+    holds: Counter[str] = Counter()
     for event in outcome.events:
         if event["event"] == "allocate":
-            change, before = changes.setdefault(event["t"], [0, 0]), holds[event["job"]]
+            change, before = changes[event["t"]], holds[event["job"]]
             holds[event["job"]] = len(event["gpus"])
             change[0] += len(event["gpus"]) - before
             change[1] += (before > 0) - bool(event["gpus"]) - (event["why"] == DONE)
@@ -80,33 +81,24 @@ def timeline(outcome: Outcome) -> tuple[Numbers, Numbers, Numbers]:
 
 def contention(jobs: Sequence[SimulatedJob]) -> list[float]:
     """Jobs that were there during the life of each, on average, itself included."""
-    starts = np.sort([job.submission.submit for job in jobs])
-    ends = np.sort([job.finish for job in jobs])
-    moments = np.unique(np.concatenate([starts, ends]))
+    lives = np.array([(job.submission.submit, job.finish) for job in jobs])
+    starts, ends = np.sort(lives, axis=0).T
+    moments = np.unique(lives)
     there = np.searchsorted(starts, moments, side="right") - np.searchsorted(ends, moments, side="right")
     total = np.concatenate([[0.0], np.cumsum(there[:-1] * np.diff(moments))])
-    found = []
-    for job in jobs:
-        begin, end = np.interp([job.submission.submit, job.finish], moments, total)
-        found.append(max(1.0, (end - begin) / (job.finish - job.submission.submit)))
-    return found
+    averages: Numbers = np.diff(np.interp(lives, moments, total)) / np.diff(lives)
+    return averages.ravel().clip(min=1.0).tolist()
 
 
-def seconds_with(course: Course, max_gpus: int, *, share: float | None = None) -> float:
-    """Seconds of a job's whole course with so many GPUs, of which there may be a part of one; `None`: with its best number of them."""
+def seconds_with(course: Course, max_gpus: int, *, share: float = math.inf) -> float:
+    """Seconds of a job's whole course with a share of the cluster: so many GPUs, or a part of one, or the best number of those that it may have."""
     done = seconds = 0.0
-    sizes = (
-        np.unique(np.geomspace(1, max_gpus, MOST_SIZES).astype(int))
-        if max_gpus > MOST_SIZES
-        else np.arange(1, max_gpus + 1)
-    )
+    sizes: Sequence[int] = range(1, max_gpus + 1)
+    if max_gpus > MOST_SIZES:
+        sizes = np.unique(np.geomspace(1, max_gpus, MOST_SIZES).astype(int)).tolist()
     while done < course.work:
-        until, rates = course.change_after(done), course.at(done).best_rates(sizes.tolist())
-        if share is None or share >= max_gpus:
-            rate = float(rates.max())
-        else:
-            # Time-slices of one GPU below one; between two sizes, the straight line; never slower for having more.
-            rate = float(np.interp(share, [0, *sizes], [0.0, *np.maximum.accumulate(rates)]))
-        seconds += (until - done) / rate
+        until, rates = course.change_after(done), course.at(done).best_rates(sizes)
+        # Time-slices of one GPU below one; between two sizes, the straight line; never slower for having more.
+        seconds += (until - done) / float(np.interp(share, [0, *sizes], [0.0, *np.maximum.accumulate(rates)]))
         done = until
     return seconds

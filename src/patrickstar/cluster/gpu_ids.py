@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from patrickstar.cluster.job_view import Allocation, Cluster, JobView
@@ -32,25 +33,18 @@ def assign(jobs: Sequence[JobView], sizes: Mapping[str, int], cluster: Cluster) 
     """
     per_node = cluster.gpus_per_node
     wanted = [job for job in jobs if sizes.get(job.name, 0)]
-    free: dict[int, list[int]] = {}
-    held = {gpu for job in wanted for gpu in job.gpu_ids}
-    for gpu in range(cluster.gpus):
-        free.setdefault(gpu // per_node, []).extend([] if gpu in held else [gpu])
-    found: dict[str, tuple[int, ...]] = {}
+    found: dict[str, list[int]] = {}
     for job in wanted:
-        mine = job.gpu_ids
-        if mine and sizes[job.name] < len(mine):
-            here = {node: sum(gpu // per_node == node for gpu in mine) for node in {gpu // per_node for gpu in mine}}
-            by_node = sorted(mine, key=lambda gpu: (-here[gpu // per_node], gpu))
-            mine = tuple(sorted(by_node[: sizes[job.name]]))
-            for gpu in by_node[sizes[job.name] :]:
-                free[gpu // per_node].append(gpu)
-        found[job.name] = mine
-    for gpus in free.values():
-        gpus.sort()
-    growing = [job for job in wanted if len(found[job.name]) < sizes[job.name]]
-    for job in sorted(growing, key=lambda job: (-sizes[job.name], job.submit, job.name)):
-        ids = list(found[job.name])
+        here = Counter(gpu // per_node for gpu in job.gpu_ids)
+        by_node = sorted(job.gpu_ids, key=lambda gpu: (-here[gpu // per_node], gpu))
+        found[job.name] = by_node[: sizes[job.name]]
+    held = {gpu for ids in found.values() for gpu in ids}
+    free: defaultdict[int, list[int]] = defaultdict(list)
+    for gpu in range(cluster.gpus):
+        if gpu not in held:
+            free[gpu // per_node].append(gpu)
+    for job in sorted(wanted, key=lambda job: (-sizes[job.name], job.submit, job.name)):
+        ids = found[job.name]
         while (missing := sizes[job.name] - len(ids)) > 0:
             node = min(
                 (number for number, gpus in free.items() if gpus),
@@ -64,5 +58,4 @@ def assign(jobs: Sequence[JobView], sizes: Mapping[str, int], cluster: Cluster) 
             )
             ids += free[node][:missing]
             del free[node][:missing]
-        found[job.name] = tuple(sorted(ids))
-    return found
+    return {name: tuple(sorted(ids)) for name, ids in found.items()}

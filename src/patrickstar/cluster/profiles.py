@@ -67,11 +67,9 @@ class Application:
         if not sizes:
             raise ConfigError(f"no validation-*.csv in {directory}")
         self.batch_sizes = np.array(sorted(sizes), dtype=np.float64)
-        tables = [_columns(sizes[size], ("progress", "grad_sqr", "grad_var")) for size in sorted(sizes)]
-        epochs = min(len(table[0]) for table in tables)
-        progress, self._sqr, self._var = np.array([[column[:epochs] for column in table] for table in tables]).swapaxes(
-            0, 1
-        )
+        tables = [_table(sizes[size], "progress", "grad_sqr", "grad_var") for size in sorted(sizes)]
+        epochs = min(map(len, tables))
+        progress, self._sqr, self._var = np.stack([table[:epochs] for table in tables]).transpose(2, 0, 1)
         self.progress = progress.min(axis=0)
         self._times(directory)
         self._speeds: dict[tuple[int, int, float], tuple[list[float], float]] = {}
@@ -119,17 +117,17 @@ class Application:
         return self._best[gpus, nodes]
 
     def _times(self, directory: Path) -> None:
-        rows: dict[tuple[int, int], dict[float, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-        wanted = ("local_bsz", "step_time", "sync_time")
-        placement, *placed = _columns(directory / "placements.csv", ("placement", *wanted))
-        nodes, replicas, *scaled = _columns(directory / "scalability.csv", ("num_nodes", "num_replicas", *wanted))
-        digits = [[int(digit) for digit in str(int(one))] for one in placement]  # GPUs on each node
-        nodes = np.concatenate([[len(one) for one in digits], nodes]).astype(int)
-        replicas = np.concatenate([[sum(one) for one in digits], replicas]).astype(int)
-        columns = [np.concatenate(both) for both in zip(placed, scaled, strict=True)]
-        for node, replica, local, step, sync in zip(nodes.tolist(), replicas.tolist(), *columns, strict=True):
-            rows[node, replica][local].append((step, sync))
-        self._grid = np.unique(placed[0])
+        rows: dict[tuple[int, int], dict[float, list[list[float]]]] = defaultdict(lambda: defaultdict(list))
+        placed = _table(directory / "placements.csv", "placement", "local_bsz", "step_time", "sync_time")
+        scaled = _table(
+            directory / "scalability.csv", "num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time"
+        )
+        for placement, local, *times in placed.tolist():
+            on_nodes = [int(digit) for digit in str(int(placement))]  # a digit a node: its GPUs
+            rows[len(on_nodes), sum(on_nodes)][local].append(times)
+        for nodes, replicas, local, *times in scaled.tolist():
+            rows[int(nodes), int(replicas)][local].append(times)
+        self._grid = np.unique(placed[:, 1])
         self.local = (float(self._grid[0]), float(LARGEST_LOCAL_BATCH.get(self.name, self._grid[-1])))
         self._known: dict[int, dict[int, Numbers]] = defaultdict(dict)
         for (node, replica), by_local in sorted(rows.items()):
@@ -177,6 +175,7 @@ class PolluxCourse:
         return bisect.bisect_right(self._ends, done)
 
     def change_after(self, done: float) -> float:
+        """Work done at which the speed is next another one; all work where it stays."""
         return self._ends[min(self.epochs(done), len(self._ends) - 1)]
 
 
@@ -218,11 +217,10 @@ class PolluxSpeed:
         return nodes or -(-gpus // self.application.gpus_per_node)
 
 
-def _columns(path: Path, names: Sequence[str]) -> list[Numbers]:
-    """Columns of a table of numbers."""
+def _table(path: Path, *names: str) -> Numbers:
+    """Columns of a table of numbers. [rows, columns]"""
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-        return [np.array([float(row[name]) for row in rows]) for name in names]
+            return np.array([[float(row[name]) for name in names] for row in csv.DictReader(file)])
     except (OSError, KeyError, ValueError) as error:
         raise ConfigError(f"{path}: not a table of the Pollux artifact: {type(error).__name__}: {error}") from None

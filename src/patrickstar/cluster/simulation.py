@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from patrickstar.cluster.workload import Submission
 
 Event = dict[str, Any]
 Key = TypeVar("Key")
+NOTHING: Final = Allocation((), 1.0, "")
 DONE: Final = "done"  # why a job that has ended holds nothing
 PATIENCE: Final = 10_000  # decisions in a row that may give nothing to anybody
 
@@ -42,7 +44,7 @@ class SimulatedJob:
     ran: float = 0.0
     lost: float = 0.0
     largest: int = 0
-    allocation: Allocation | None = None
+    holds: Allocation = NOTHING
     epochs_at_change: int = 0
     start: float = math.nan
     finish: float = math.nan
@@ -59,9 +61,8 @@ class SimulatedJob:
 
     def advance(self, now: float) -> None:
         """Does what its GPUs have done by now."""
-        if self.allocation is not None:
+        if gpus := len(self.holds.gpu_ids):
             held, worked = now - self.at, max(0.0, now - max(self.at, self.held_until))
-            gpus = len(self.allocation.gpu_ids)
             # At its mark by definition, whatever the seconds until then have been rounded to; and never beyond.
             self.done = self.mark if now == self.next_at else min(self.done + worked * self.useful, self.mark)
             self.samples += worked * self.sampled
@@ -70,12 +71,29 @@ class SimulatedJob:
             self.lost += (held - worked) * gpus
         self.at = now
 
+    def give(self, new: Allocation, cluster: Cluster) -> float:
+        """Changes what it holds, when it is up to date; gives the seconds from then on without progress."""
+        before, hold = self.holds.gpu_ids, max(0.0, self.held_until - self.at)
+        if not before:
+            hold = cluster.start_s
+        elif new.gpu_ids and new.gpu_ids != before:
+            hold = max(cluster.resize_s, hold)  # a start under way is not cut short by a resize
+        self.held_until = self.at + hold
+        if new.gpu_ids != before:
+            self.epochs_at_change = self.submission.course.epochs(self.done)
+            self.resizes += bool(new.gpu_ids) and not math.isnan(self.start)
+        self.start = self.at if math.isnan(self.start) else self.start
+        self.holds = new if new.gpu_ids else NOTHING
+        self.largest = max(self.largest, len(new.gpu_ids))
+        self.set_speed(cluster)
+        return hold if new.gpu_ids else 0.0
+
     def set_speed(self, cluster: Cluster) -> None:
         """Finds how fast it is on what it holds, and when that changes; it is up to date."""
         self.next_at = math.inf
-        if self.allocation is None:
+        gpus, batch = self.holds.gpu_ids, self.holds.batch
+        if not gpus:
             return
-        gpus, batch = self.allocation.gpu_ids, self.allocation.batch
         course, nodes = self.submission.course, cluster.nodes(gpus)
         speed, self.mark = course.at(self.done), course.change_after(self.done)
         self.useful = speed.useful_per_s(len(gpus), batch=batch, nodes=nodes)
@@ -93,9 +111,7 @@ class SimulatedJob:
         so_far = {
             name: getattr(self, name) for name in ("done", "samples", "attained", "ran", "largest", "epochs_at_change")
         }
-        holds: dict[str, Any] = (
-            {} if self.allocation is None else {"gpu_ids": self.allocation.gpu_ids, "batch": self.allocation.batch}
-        )
+        holds: dict[str, Any] = {"gpu_ids": self.holds.gpu_ids, "batch": self.holds.batch}
         learned: dict[str, Any] = {"losses": (1.0, 1 - fallen), "accuracy": fallen}
         data: dict[str, Any] = {"epochs": course.epochs(self.done), "epoch_samples": course.epoch_samples}
         rest = (course.work - self.done) * self.error
@@ -131,107 +147,76 @@ def simulate(
     Raises:
         PolicyError: a decision gives a GPU twice or to nobody we know, raises, or leaves jobs waiting for ever.
     """
-    return _World(workload, policy, cluster, tick_s, seed, rest_error, clock).run()
-
-
-@dataclass(slots=True, eq=False)
-class _World:
-    workload: Sequence[Submission]
-    policy: Policy
-    cluster: Cluster
-    tick_s: float
-    seed: int
-    rest_error: float
-    clock: Callable[[], float]
-
-    jobs: list[SimulatedJob] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    state: Any = None
-    rng: np.random.Generator = field(default_factory=np.random.default_rng)
-
-    def run(self) -> Outcome:
-        draws = np.random.default_rng([self.seed, 1])
-        errors = np.exp(draws.normal(0.0, 1.0, len(self.workload)) * self.rest_error)
-        steepness = np.exp(draws.normal(0.0, 0.3, len(self.workload)))
-        self.jobs = [
-            SimulatedJob(*each) for each in zip(self.workload, errors.tolist(), steepness.tolist(), strict=True)
-        ]
-        self.rng = np.random.default_rng([self.seed, 2])
-        coming = sorted(range(len(self.jobs)), key=lambda at: (self.workload[at].submit, at), reverse=True)
-        active: list[SimulatedJob] = []
-        now, idle = 0.0, 0
-        while active or coming:
-            arrival = self.workload[coming[-1]].submit if coming else math.inf
-            tick = (math.floor(now / self.tick_s) + 1) * self.tick_s if active else math.inf
-            now = min(arrival, tick, min((job.next_at for job in active), default=math.inf))
-            decides = now in (arrival, tick)
-            for job in [job for job in active if job.next_at == now]:
-                job.advance(now)
-                if job.done == job.submission.course.work:
-                    job.finish, job.allocation = now, None
-                    self._tell(job, now, Allocation((), 0.0, DONE), hold=0.0)
-                    active.remove(job)
-                    decides = True
-                else:
-                    job.set_speed(self.cluster)
-            while coming and self.workload[coming[-1]].submit <= now:
-                active.append(self.jobs[coming.pop()])
-                active[-1].at = now
-            if decides and active:
-                self._decide(active, now)
-                idle = 0 if coming or any(job.allocation for job in active) else idle + 1
-                if idle == PATIENCE:
-                    what = f"{idle} decisions in a row gave nothing to {len(active)} jobs that wait"
-                    raise refusal(self.policy, len(self.seconds) + 1, now, what)
-        return Outcome(self.cluster, tuple(self.jobs), tuple(self.events), tuple(self.seconds))
-
-    def _decide(self, active: Sequence[SimulatedJob], now: float) -> None:
+    draws = np.random.default_rng([seed, 1])
+    errors = np.exp(draws.normal(0.0, 1.0, len(workload)) * rest_error)
+    steepness = np.exp(draws.normal(0.0, 0.3, len(workload)))
+    jobs = [SimulatedJob(*each) for each in zip(workload, errors.tolist(), steepness.tolist(), strict=True)]
+    coming = deque(sorted(jobs, key=lambda job: job.submission.submit))
+    active: list[SimulatedJob] = []
+    events: list[Event] = []
+    seconds: list[float] = []
+    state, rng = None, np.random.default_rng([seed, 2])
+    now, idle = 0.0, 0
+    while active or coming:
+        arrival = coming[0].submission.submit if coming else math.inf
+        tick = (math.floor(now / tick_s) + 1) * tick_s if active else math.inf
+        tick += tick_s * (tick <= now)  # the quotient at a tick may have been rounded down, to that very tick
+        now = min([arrival, tick, *(job.next_at for job in active)])
+        decides = now in (arrival, tick)
+        for job in [job for job in active if job.next_at == now]:
+            job.advance(now)
+            if job.done == job.submission.course.work:
+                job.finish = now
+                events.append(allocated(job.submission.name, now, Allocation((), 0.0, DONE)))
+                active.remove(job)
+                decides = True
+            else:
+                job.set_speed(cluster)
+        while coming and coming[0].submission.submit <= now:
+            active.append(coming.popleft())
+            active[-1].at = now
+        if not (decides and active):
+            continue
         for job in active:
             if now > job.at:
                 job.advance(now)
-        views = tuple(job.view() for job in active)
-        began, number = self.clock(), len(self.seconds) + 1
-        given: dict[str, Any] = {"now": now, "state": self.state, "rng": self.rng, "number": number}
-        found, self.state = decide(self.policy, views, self.cluster, **given)
-        took = self.clock() - began
-        self.seconds.append(took)
-        if hasattr(self.state, "event"):
-            self.events.append({"event": "generation", "t": now, **self.state.event()})
-        stopped = Allocation((), 0.0, "others come first")
-        changes = {}
-        for job in active:
-            new, held = found.get(job.submission.name, stopped), job.allocation or stopped
-            if held.gpu_ids != new.gpu_ids or (new.gpu_ids and held.batch != new.batch):
-                changes[job] = new
-        holds = {job: () if job.allocation is None else job.allocation.gpu_ids for job in changes}
-        for job, gpu_ids in in_order_of_giving({job: new.gpu_ids for job, new in changes.items()}, holds):
-            if gpu_ids == changes[job].gpu_ids:
-                self._give(job, now, changes[job])
-            else:
-                why = f"gives back what others get now; {changes[job].why}"
-                self._tell(job, now, Allocation(gpu_ids, changes[job].batch, why), hold=self.cluster.resize_s)
+        views, number = tuple(job.view() for job in active), len(seconds) + 1
+        began = clock()
+        found, state = decide(policy, views, cluster, now=now, state=state, rng=rng, number=number)
+        seconds.append(clock() - began)
+        if hasattr(state, "event"):
+            events.append({"event": "generation", "t": now, **state.event()})
+        events += _carry_out(found, active, cluster, now)
+        idle = 0 if coming or any(job.holds.gpu_ids for job in active) else idle + 1
+        if idle == PATIENCE:
+            what = f"{idle} decisions in a row gave nothing to {len(active)} jobs that wait"
+            raise refusal(policy, number + 1, now, what)
+    return Outcome(cluster, tuple(jobs), tuple(events), tuple(seconds))
 
-    def _give(self, job: SimulatedJob, now: float, new: Allocation) -> None:
-        """Changes what a job holds, at a moment until which it is up to date."""
-        before, hold = job.allocation, max(0.0, job.held_until - now)
-        if before is None:
-            hold = self.cluster.start_s
-        elif new.gpu_ids and new.gpu_ids != before.gpu_ids:
-            hold = max(self.cluster.resize_s, hold)  # a start under way is not cut short by a resize
-        job.held_until = now + hold
-        if before is None or new.gpu_ids != before.gpu_ids:
-            job.epochs_at_change = job.submission.course.epochs(job.done)
-            job.resizes += bool(new.gpu_ids) and not math.isnan(job.start)
-        job.start = now if math.isnan(job.start) else job.start
-        job.allocation = new if new.gpu_ids else None
-        job.largest = max(job.largest, len(new.gpu_ids))
-        job.set_speed(self.cluster)
-        self._tell(job, now, new, hold=hold if new.gpu_ids else 0.0)
 
-    def _tell(self, job: SimulatedJob, now: float, new: Allocation, *, hold: float) -> None:
-        what = {"event": "allocate", "t": now, "job": job.submission.name, "gpus": list(new.gpu_ids)}
-        self.events.append({**what, "batch": new.batch, "hold": hold, "why": new.why})
+def _carry_out(
+    found: Mapping[str, Allocation], active: Sequence[SimulatedJob], cluster: Cluster, now: float
+) -> Iterator[Event]:
+    stopped = Allocation((), 0.0, "others come first")
+    changes = {}
+    for job in active:
+        new = found.get(job.submission.name, stopped)
+        if job.holds.gpu_ids != new.gpu_ids or (new.gpu_ids and job.holds.batch != new.batch):
+            changes[job] = new
+    wanted = {job: new.gpu_ids for job, new in changes.items()}
+    for job, gpu_ids in in_order_of_giving(wanted, {job: job.holds.gpu_ids for job in changes}):
+        name, new = job.submission.name, changes[job]
+        if gpu_ids == new.gpu_ids:
+            yield allocated(name, now, new, hold=job.give(new, cluster))
+        else:
+            part = Allocation(gpu_ids, new.batch, f"gives back what others get now; {new.why}")
+            yield allocated(name, now, part, hold=cluster.resize_s)
+
+
+def allocated(name: str, now: float, new: Allocation, *, hold: float = 0.0) -> Event:
+    """The event that a job's GPUs or batch change, after which it makes no progress for some seconds."""
+    what = {"event": "allocate", "t": now, "job": name, "gpus": list(new.gpu_ids)}
+    return {**what, "batch": new.batch, "hold": hold, "why": new.why}
 
 
 def in_order_of_giving(wanted: Mapping[Key, Ids], holds: Mapping[Key, Ids]) -> list[tuple[Key, Ids]]:

@@ -11,53 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 from patrickstar.cluster.four_numbers import FourNumbers
-from patrickstar.cluster.job_view import Speed
-from patrickstar.cluster.profiles import Profiles
+from patrickstar.cluster.profiles import PolluxCourse, Profiles
 from patrickstar.errors import ConfigError, nearest
 
 REQUIRED: Final = ("job", "submit", "gpus", "duration")
 OF_POLLUX: Final = ("name", "time", "application", "num_replicas", "batch_size")
 
 
-class Course(Protocol):
-    """Speed and epochs of a job over what it does from beginning to end. Work is counted as its speeds count it."""
-
-    @property
-    def work(self) -> float: ...
-    @property
-    def epoch_samples(self) -> float: ...
-    def at(self, done: float) -> Speed: ...
-    def epochs(self, done: float) -> int: ...
-    def change_after(self, done: float) -> float:
-        """Work done at which the speed is next another one; all work where it stays."""
-
-
-@dataclass(frozen=True, slots=True)
-class Steady:
-    """The course of a job of a trace: one speed, epochs of equal work."""
-
-    speed: FourNumbers
-    n_epochs: int
-
-    @property
-    def work(self) -> float:
-        return self.speed.work
-
-    @property
-    def epoch_samples(self) -> float:
-        return self.work / self.n_epochs
-
-    def at(self, done: float) -> Speed:  # noqa: ARG002 - the same everywhere
-        return self.speed
-
-    def epochs(self, done: float) -> int:
-        return int(done / self.work * self.n_epochs + 1e-9)
-
-    def change_after(self, done: float) -> float:  # noqa: ARG002 - the same everywhere
-        return self.work
+Course: TypeAlias = FourNumbers | PolluxCourse
+"""Speed and epochs of a job over what it does from beginning to end. Work is counted as its speeds count it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,18 +65,17 @@ def read_workload(path: Path, *, gpus: int, gpus_per_node: int, profiles: Path |
     if len(rows) == 1:
         raise ConfigError(f"{path}: line {line + 1}: no job; give a line for each")
     tables = Profiles(profiles, gpus=gpus, gpus_per_node=gpus_per_node) if of_pollux and profiles else None
-    jobs: dict[str, Submission] = {}
+    jobs: list[Submission] = []
     lines: dict[str, int] = {}
     for number, cells in rows[1:]:
         if len(cells) != len(header):
             raise ConfigError(f"{path}: line {number}: {len(cells)} cells under {len(header)} columns")
         row = _Row(path, number, dict(zip(header, map(str.strip, cells), strict=True)), gpus)
         job = row.of_pollux(tables) if tables else row.job()
-        if job.name in jobs:
-            twice_in = f"{job.name!r} is there twice, first in line {lines[job.name]}"
-            raise row.error("name" if tables else "job", twice_in)
-        jobs[job.name], lines[job.name] = job, number
-    return tuple(jobs.values())
+        if (first := lines.setdefault(job.name, number)) != number:
+            raise row.error("name" if tables else "job", f"{job.name!r} is there twice, first in line {first}")
+        jobs.append(job)
+    return tuple(jobs)
 
 
 def _rows(path: Path) -> list[tuple[int, list[str]]]:
@@ -155,8 +119,8 @@ class _Row:
             raise self.error(column, f"{text} is out of range: {bound}")
         return value
 
-    def whole(self, column: str, *, least: float = -math.inf, most: float = math.inf) -> int:
-        value = self.number(column, least=least, most=most)
+    def whole(self, column: str, *, least: float = -math.inf) -> int:
+        value = self.number(column, least=least)
         if value != int(value):
             raise self.error(column, f"{self.cells[column]!r} is no whole number")
         return int(value)
@@ -179,8 +143,8 @@ class _Row:
             raise self.error("gpus", f"{gpus} is not between min_gpus {min_gpus} and max_gpus {max_gpus}")
         duration, serial = self.number("duration", least=0, above=True), self.number("serial", least=0, most=1)
         noise, grow = self.number("noise", least=0), self.number("grow", least=1)
-        speed = FourNumbers(gpus=gpus, duration=duration, serial=serial, noise=noise, grow=grow)
-        course = Steady(speed, self.whole("epochs", least=1))
+        times: dict[str, Any] = {"duration": duration, "n_epochs": self.whole("epochs", least=1)}
+        course = FourNumbers(gpus=gpus, serial=serial, noise=noise, grow=grow, **times)
         of: dict[str, Any] = {"priority": self.whole("priority"), "user": self.cells.get("user", ""), "course": course}
         sizes: dict[str, Any] = {"gpus": gpus, "min_gpus": min_gpus, "max_gpus": min(max_gpus, self.cluster_gpus)}
         return Submission(name=self.name("job"), submit=self.number("submit", least=0), **sizes, **of)

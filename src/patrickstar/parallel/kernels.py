@@ -43,9 +43,8 @@ def attend(
         case "efficient":
             k, v = (_repeated(each, q.shape[1]) for each in (k, v))
             bias = _expanded(mask, q, k)
-            out, lse = _ops._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, is_causal, scale=scale)[
-                :2
-            ]
+            given = (q, k, v, bias, True, 0.0, is_causal)
+            out, lse, *_ = _ops._scaled_dot_product_efficient_attention(*given, scale=scale)
             lse = lse[:, :, : q.shape[2]]  # padded by the kernel
         case _:
             scores = _scores(q, k, mask, is_causal, scale)
@@ -74,34 +73,33 @@ def attend_backward(
     heads = k.shape[1]
     match _kernel(q, v, mask):
         case "cpu":
-            grads = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
+            dq, dk, dv = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
                 *(grad_out, q, k, v, out, lse, 0.0, is_causal), attn_mask=_additive(mask, q.dtype), scale=scale
             )
-            return grads[0], grads[1], grads[2]
         case "flash":
             none = torch.empty(0, dtype=torch.int64, device=q.device)  # of dropout, and of sequences in one row
-            grads = _ops._scaled_dot_product_flash_attention_backward(
+            dq, dk, dv = _ops._scaled_dot_product_flash_attention_backward(
                 *(grad_out, q, k, v, out, lse, none, none, q.shape[2], k.shape[2], 0.0, is_causal, none, none),
                 scale=scale,
             )
-            return grads[0], grads[1], grads[2]
         case "efficient":
             k, v = (_repeated(each, q.shape[1]) for each in (k, v))
             bias, none = _expanded(mask, q, k), torch.empty(0, dtype=torch.int64, device=q.device)
             padded = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=math.inf)
-            dq, dk, dv, _ = _ops._scaled_dot_product_efficient_attention_backward(
+            dq, *of_copies, _ = _ops._scaled_dot_product_efficient_attention_backward(
                 *(grad_out, q, k, v, bias, out, padded, none, none, 0.0, (True, True, True, False), is_causal),
                 scale=scale,
             )
-            return dq, _summed(dk, heads), _summed(dv, heads)
-    scores = _scores(q, k, mask, is_causal, scale)
-    grad, queries, keys, values = (each.to(scores.dtype) for each in (grad_out, q, k, v))
-    weights = grouped((scores - lse.unsqueeze(-1)).exp(), heads)
-    rows = grouped(grad, heads)
-    delta = grouped((grad * out).sum(-1, keepdim=True), heads)
-    of_scores = weights * (rows @ values.mT - delta) * scale
-    dq = grouped(of_scores @ keys, q.shape[1])
-    dk, dv = of_scores.mT @ grouped(queries, heads), weights.mT @ rows
+            dk, dv = (each.unflatten(1, (heads, -1)).sum(2) for each in of_copies)
+        case _:
+            scores = _scores(q, k, mask, is_causal, scale)
+            grad, queries, keys, values = (each.to(scores.dtype) for each in (grad_out, q, k, v))
+            weights = grouped((scores - lse.unsqueeze(-1)).exp(), heads)
+            rows = grouped(grad, heads)
+            delta = grouped((grad * out).sum(-1, keepdim=True), heads)
+            of_scores = weights * (rows @ values.mT - delta) * scale
+            dq = grouped(of_scores @ keys, q.shape[1])
+            dk, dv = of_scores.mT @ grouped(queries, heads), weights.mT @ rows
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -145,7 +143,3 @@ def grouped(rows: Tensor, heads: int) -> Tensor:
 
 def _repeated(rows: Tensor, heads: int) -> Tensor:
     return rows.repeat_interleave(heads // rows.shape[1], 1)
-
-
-def _summed(rows: Tensor, heads: int) -> Tensor:
-    return rows.unflatten(1, (heads, -1)).sum(2)

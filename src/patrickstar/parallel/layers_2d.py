@@ -26,7 +26,7 @@ TakeBlock = Callable[[nn.Parameter, Cut], nn.Parameter]
 
 
 class BlockLayer(nn.Module):
-    """A layer of blocks. Its parameters have the names of those that they are blocks of.
+    """A layer of blocks. Its parameters have the names of those that they are blocks of, and are None where the module has none.
 
     Attributes:
         grid: the ranks. cuts: how each parameter is cut, by its name here.
@@ -35,13 +35,9 @@ class BlockLayer(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: Grid, module: Any, take: TakeBlock, **cuts: Cut) -> None:
         super().__init__()
         self.grid = grid
-        self.cuts: dict[str, Cut] = {}
-
-    def take(self, module: Any, take: TakeBlock, **cuts: Cut) -> None:
-        """Has this rank's blocks of a module's parameters, or None where that has none."""
         self.train(module.training)
         for name, cut in cuts.items():
             parameter = getattr(module, name, None)
@@ -57,14 +53,12 @@ class LinearBlock(BlockLayer):
     """
 
     def __init__(self, grid: Grid, module: Any, take: TakeBlock, *, parts: int = 1) -> None:
-        super().__init__(grid)
+        shape, turned = tuple(module.weight.shape), isinstance(module, nn.Linear)
+        n_in, n_out = shape[::-1] if turned else shape
+        weight = Cut(shape, int(turned), int(not turned), parts)
+        super().__init__(grid, module, take, weight=weight, bias=Cut((n_out,), None, 0, parts))
         self.shares: SharedInput | None = None
-        self.turned = isinstance(module, nn.Linear)
-        shape = tuple(module.weight.shape)
-        n_in, n_out = shape[::-1] if self.turned else shape
-        weight = Cut(shape, int(self.turned), int(not self.turned), parts)
-        self.steps = Steps.over(grid, n_in, turned=self.turned)
-        self.take(module, take, weight=weight, bias=Cut((n_out,), None, 0, parts))
+        self.steps = Steps.over(grid, n_in, turned=turned)
 
     def forward(self, x: Tensor) -> Tensor:
         y = linear([self], x)[0] if self.shares is None else self.shares.output(self, x)
@@ -110,12 +104,10 @@ class NormBlock(BlockLayer):
     """
 
     def __init__(self, grid: Grid, module: Any, take: TakeBlock) -> None:
-        super().__init__(grid)
-        self.size = norm_size(module)
+        cut = Cut((norm_size(module),), None, 0)
+        super().__init__(grid, module, take, weight=cut, bias=cut)
+        self.size, self.eps = norm_size(module), norm_eps(module)
         self.centred = isinstance(module, nn.LayerNorm)
-        self.eps = norm_eps(module)
-        cut = Cut((self.size,), None, 0)
-        self.take(module, take, weight=cut, bias=cut)
 
     def forward(self, x: Tensor) -> Tensor:
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
@@ -149,7 +141,7 @@ class _Norm(torch.autograd.Function):
             (squares,) = grid.cols.sum(wide.square().sum(-1, keepdim=True))
             mean, variance = None, squares / size
         scale = torch.rsqrt(variance + eps)
-        ctx.grid, ctx.size, ctx.centred = grid, size, centred
+        ctx.grid, ctx.size = grid, size
         ctx.save_for_backward(x, weight, bias, mean, scale)
         y = (wide if mean is None else wide - mean) * scale
         return (y if weight is None else y * weight if bias is None else y * weight + bias).to(x.dtype)
@@ -161,7 +153,7 @@ class _Norm(torch.autograd.Function):
         grid, size = ctx.grid, ctx.size
         y, dy = (x.to(scale.dtype) - (0 if mean is None else mean)) * scale, dy.to(scale.dtype)
         g = dy if weight is None else dy * weight
-        sums = [(g * y).sum(-1, keepdim=True)] + ([g.sum(-1, keepdim=True)] if ctx.centred else [])
+        sums = [(g * y).sum(-1, keepdim=True)] + ([] if mean is None else [g.sum(-1, keepdim=True)])
         of_y, *of_mean = grid.cols.sum(*sums)
         dx = (scale * (g - y * (of_y / size) - sum(of_mean) / size)).to(x.dtype)
         of_vectors = [(dy * y).flatten(0, -2).sum(0)] if weight is not None else []
@@ -175,10 +167,9 @@ class EmbeddingBlock(BlockLayer):
     """`nn.Embedding` with a table cut by ids over rows and by features over columns: ids [B, S] to [B, S, K]."""
 
     def __init__(self, grid: Grid, module: nn.Embedding, take: TakeBlock) -> None:
-        super().__init__(grid)
+        super().__init__(grid, module, take, weight=Cut(tuple(module.weight.shape), 0, 1))
         self.sizes = tuple(chunk_sizes(module.num_embeddings, grid.q))
         self.padding_idx = module.padding_idx
-        self.take(module, take, weight=Cut(tuple(module.weight.shape), 0, 1))
 
     def forward(self, ids: Tensor) -> Tensor:
         return _Lookup.apply(self, ids, self.weight)
@@ -222,9 +213,8 @@ class PositionsBlock(BlockLayer):
     """`nn.Embedding` of positions: a table cut by features over columns, which the ranks of a column have alike; [B or 1, S] to [B or 1, S, K]."""
 
     def __init__(self, grid: Grid, module: nn.Embedding, take: TakeBlock) -> None:
-        super().__init__(grid)
+        super().__init__(grid, module, take, weight=Cut(tuple(module.weight.shape), None, 1))
         self.padding_idx = module.padding_idx
-        self.take(module, take, weight=Cut(tuple(module.weight.shape), None, 1))
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, Replicated.apply(self.grid.rows, self.weight), self.padding_idx)
@@ -234,9 +224,9 @@ class TiedHeadBlock(BlockLayer):
     """A head whose weight is the table of the embedding: [B, S, K] to logits [B, S, V], the vocabulary cut over columns."""
 
     def __init__(self, grid: Grid, module: nn.Linear, take: TakeBlock) -> None:
-        super().__init__(grid)
+        shape = tuple(module.weight.shape)
+        super().__init__(grid, module, take, weight=Cut(shape, 0, 1), bias=Cut(shape[:1], None, 0))
         self.steps = Steps.over(grid, module.out_features)
-        self.take(module, take, weight=Cut(tuple(module.weight.shape), 0, 1), bias=Cut((module.out_features,), None, 0))
 
     def forward(self, x: Tensor) -> Tensor:
         x, weight = autocast(x, self.weight)

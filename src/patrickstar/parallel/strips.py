@@ -35,25 +35,18 @@ class Strips:
         """The output for this rank's queries. `mask`: [.., c, L], true where a query sees a key, or added to the scores."""
         return _StripAttention.apply(query, key, value, segments, mask, self)
 
-    def blocks(self, *tensors: Tensor) -> Iterator[tuple[int, slice, list[Tensor]]]:
-        """Each rank, the columns of the strip that are its tokens', and its tensors."""
-        for source, theirs in travel(
-            self.group, [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
-        ):
-            yield source, self.columns(source, tensors[0].shape[2]), theirs
+    def blocks(self, *tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+        """The columns of the strip that are a rank's tokens', and its tensors, rank by rank."""
+        own, local = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors], tensors[0].shape[2]
+        for source, theirs in travel(self.group, own):
+            yield slice(source * local, (source + 1) * local), theirs
 
     def own_sums(self, pairs: Tensor, rows: Tensor, like: Tensor) -> Tensor:
         """Gradients of this rank's tokens, from those of all ranks' rows. `pairs`: a strip [B, Z, c, L]. `rows`: of it, by key head."""
         sums = torch.empty((self.group.size, *like.shape), dtype=rows.dtype, device=like.device)
-        for source, of_rank in enumerate(sums):
-            part = pairs[..., self.columns(source, like.shape[2])].to(rows.dtype)
-            torch.matmul(grouped(part, like.shape[1]).mT, rows, out=of_rank)
+        for part, of_rank in zip(pairs.split(like.shape[2], -1), sums, strict=True):
+            torch.matmul(grouped(part.to(rows.dtype), like.shape[1]).mT, rows, out=of_rank)
         return self.group.scatter_sum(sums).to(like.dtype)
-
-    @staticmethod
-    def columns(source: int, local: int) -> slice:
-        """The columns of the strip that are a rank's tokens."""
-        return slice(source * local, (source + 1) * local)
 
 
 class _StripAttention(torch.autograd.Function):
@@ -64,7 +57,7 @@ class _StripAttention(torch.autograd.Function):
         dtype, local = sum_dtype(q.dtype), q.shape[2]
         scores = q.new_empty((*q.shape[:3], local * strips.group.size), dtype=dtype)
         rows = grouped(q.to(dtype), k.shape[1])
-        for _, columns, (keys, *ids) in strips.blocks(k, *([] if segments is None else [segments])):
+        for columns, (keys, *ids) in strips.blocks(k, *([] if segments is None else [segments])):
             block = grouped(rows @ keys.to(dtype).mT * strips.scale, q.shape[1])
             if segments is not None:
                 block.masked_fill_((segments[:, :, None] != ids[0][:, None, :]).unsqueeze(1), -math.inf)
@@ -79,7 +72,7 @@ class _StripAttention(torch.autograd.Function):
         kept = torch.rand_like(weights, dtype=torch.float32) >= strips.dropout if strips.dropout else None
         out = torch.zeros((*q.shape[:3], v.shape[-1]), dtype=dtype, device=q.device)
         dropped = _dropped(weights, kept, strips)
-        for _, columns, (values,) in strips.blocks(v):
+        for columns, (values,) in strips.blocks(v):
             out += grouped(grouped(dropped[..., columns].to(dtype), k.shape[1]) @ values.to(dtype), q.shape[1])
         ctx.strips = strips
         ctx.bias = None if mask is None or not mask.requires_grad else (mask.shape, mask.dtype)
@@ -97,7 +90,7 @@ class _StripAttention(torch.autograd.Function):
 
         dv = strips.own_sums(dropped, grad, v)
         of_weights = torch.empty_like(weights, dtype=dtype)
-        for _, columns, (values,) in strips.blocks(v):
+        for columns, (values,) in strips.blocks(v):
             of_weights[..., columns] = grouped(grad @ values.to(dtype).mT, q.shape[1])
         of_scores = _dropped(of_weights, kept, strips)
         of_scores = weights * (of_scores - (of_scores * weights).sum(-1, keepdim=True))
@@ -106,7 +99,7 @@ class _StripAttention(torch.autograd.Function):
         of_scores = of_scores * strips.scale
         dk = strips.own_sums(of_scores, rows, k)
         dq = torch.zeros_like(q, dtype=dtype)
-        for _, columns, (keys,) in strips.blocks(k):
+        for columns, (keys,) in strips.blocks(k):
             dq += grouped(grouped(of_scores[..., columns], k.shape[1]) @ keys.to(dtype), q.shape[1])
         return dq.to(q.dtype), dk, dv, None, of_bias, None
 

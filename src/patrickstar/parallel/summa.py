@@ -52,22 +52,19 @@ def summa_ab(a: Tensor, b: Tensor, mesh: DeviceMesh, size: int | None = None) ->
     Raises:
         ConfigError: another mesh, or blocks that do not belong together, with the numbers.
     """
-    grid = Grid.of(mesh)
-    steps = _checked(grid, a.shape[1] * grid.q if size is None else size, a, b, (a.shape[1], b.shape[0]))
+    steps = _checked(mesh, size, a, b, (a.shape[1], b.shape[0]))
     return BlockProduct.apply(steps, False, a, b)[0]
 
 
 def summa_abt(a: Tensor, b: Tensor, mesh: DeviceMesh, size: int | None = None) -> Tensor:
     """The block [m, k] of A B^T on this rank, from blocks a [m, n] and b [k, n]: as `summa_ab`; `size`: of the rows of B."""
-    grid = Grid.of(mesh)
-    steps = _checked(grid, b.shape[0] * grid.q if size is None else size, a, b, (None, b.shape[0]))
+    steps = _checked(mesh, size, a, b, (None, b.shape[0]))
     return SummedProduct.apply(steps, a, b)
 
 
 def summa_atb(a: Tensor, b: Tensor, mesh: DeviceMesh, size: int | None = None) -> Tensor:
     """The block [k, n] of A^T B on this rank, from blocks a [m, k] and b [m, n]: as `summa_ab`; `size`: of the columns of A."""
-    grid = Grid.of(mesh)
-    steps = _checked(grid, a.shape[1] * grid.q if size is None else size, a, b, (a.shape[1], None))
+    steps = _checked(mesh, size, a, b, (a.shape[1], None))
     return BlockProduct.apply(steps, True, a, b)[0]
 
 
@@ -151,8 +148,11 @@ def _halves(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     return items[: len(items) // 2], items[len(items) // 2 :]
 
 
-def _checked(grid: Grid, size: int, a: Tensor, b: Tensor, found: tuple[int | None, int | None]) -> Steps:
+def _checked(mesh: DeviceMesh, size: int | None, a: Tensor, b: Tensor, found: tuple[int | None, int | None]) -> Steps:
     """The steps over a dimension, once blocks are seen to be of it. `found`: their sizes in it, of what is cut by columns and by rows."""
+    grid = Grid.of(mesh)
+    if size is None:
+        size = grid.q * next(own for own in found if own is not None)
     steps = Steps.over(grid, size)
     expected = (steps.sizes[grid.cols.rank], steps.sizes[grid.rows.rank])
     if a.dim() != 2 or b.dim() != 2 or any(f not in {None, e} for f, e in zip(found, expected, strict=True)):

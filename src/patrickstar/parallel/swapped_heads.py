@@ -65,11 +65,9 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: MeshGroup, to_heads: bool) -> Tensor:
         ctx.group, ctx.to_heads = group, to_heads
-        if to_heads:
-            pieces = group.exchange(x.unflatten(1, (group.size, -1)).movedim(1, 0).contiguous())
-            return pieces.movedim(0, 2).flatten(2, 3)
-        pieces = group.exchange(x.unflatten(2, (group.size, -1)).movedim(2, 0).contiguous())
-        return pieces.movedim(0, 1).flatten(1, 2)
+        cut, joined = (1, 2) if to_heads else (2, 1)
+        pieces = group.exchange(x.unflatten(cut, (group.size, -1)).movedim(cut, 0).contiguous())
+        return pieces.movedim(0, joined).flatten(joined, joined + 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

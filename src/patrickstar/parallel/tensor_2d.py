@@ -79,8 +79,7 @@ class Tensor2D:
         if self.size == 1:
             return model
         found = placed(model, plan, self.size)
-        embeddings = [one.module for one in found if one.kind == "embedding"]
-        vocabulary = [module.num_embeddings for module in embeddings if isinstance(module, nn.Embedding)]
+        vocabulary = [one.module.num_embeddings for one in found if one.kind == "embedding"]
         device = next(model.parameters()).device
         _replace(model, found, self.grid)
         if hasattr(type(model), "loss_function") and vocabulary:  # a property, which warns when it is asked
@@ -152,9 +151,8 @@ class Tensor2D:
         return tensor.tensor_split(self.size)[self.grid.rows.rank]
 
     def _gathered(self, tensor: Tensor, dim: int, line: MeshGroup) -> Tensor:
-        own = torch.zeros(self.size, dtype=torch.int64, device=tensor.device)
-        own[line.rank] = tensor.shape[dim]
-        return torch.cat(gather(tensor, dim, line, line.sum(own)[0].tolist()), dim)
+        sizes = line.gather(torch.tensor(tensor.shape[dim], device=tensor.device))
+        return torch.cat(gather(tensor, dim, line, sizes.tolist()), dim)
 
 
 def _replace(model: nn.Module, found: Sequence[Placed], grid: Grid) -> None:

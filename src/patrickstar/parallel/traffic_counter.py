@@ -13,6 +13,7 @@ It counts what leaves a rank of n for b bytes of its own where an algorithm is o
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
@@ -36,16 +37,16 @@ class Traffic(TorchDispatchMode):
         # A mesh of one dimension over all ranks has the default group, which says nothing of the mesh.
         self._names = {mesh.get_group(name).group_name: name for name in names if mesh is not None}
 
-        self._calls: dict[str, int] = {}
-        self._n_times_bytes: dict[tuple[str, int], int] = {}
+        self._calls: Counter[str] = Counter()
+        self._n_times_bytes: Counter[tuple[str, int]] = Counter()
 
     @property
     def sent(self) -> dict[str, int]:
         """Bytes by name of the mesh's dimension, rounded up."""
-        total: dict[str, int] = {}
+        total: Counter[str] = Counter()
         for (name, size), scaled in self._n_times_bytes.items():
-            total[name] = total.get(name, 0) + math.ceil(scaled / size)
-        return total
+            total[name] += math.ceil(scaled / size)
+        return dict(total)
 
     @property
     def calls(self) -> dict[str, int]:
@@ -73,10 +74,8 @@ class Traffic(TorchDispatchMode):
         args, group = list(given.values()), process_group_of(named[0])
         own = args[func.namespace == "c10d" and kind not in _ONE_TENSOR]
         name = self._names.get(group.group_name) or group.group_desc.removeprefix("mesh_")
-        key = (name, group.size())
-        self._calls[name] = self._calls.get(name, 0) + 1
-        scaled = _N_TIMES_BYTES[kind](_nbytes(own), group, args)
-        self._n_times_bytes[key] = self._n_times_bytes.get(key, 0) + scaled
+        self._calls[name] += 1
+        self._n_times_bytes[name, group.size()] += _N_TIMES_BYTES[kind](_nbytes(own), group, args)
 
 
 def traffic(mesh: DeviceMesh | None = None) -> Traffic:

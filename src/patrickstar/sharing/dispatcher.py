@@ -12,14 +12,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 
 from patrickstar.cluster.decision import decide
-from patrickstar.cluster.job_view import Cluster, Ids, Policy
-from patrickstar.cluster.simulation import DONE, Outcome, SimulatedJob
-from patrickstar.cluster.workload import Steady, Submission
+from patrickstar.cluster.four_numbers import FourNumbers
+from patrickstar.cluster.job_view import Allocation, Cluster, Ids, Policy
+from patrickstar.cluster.simulation import DONE, Outcome, SimulatedJob, allocated
+from patrickstar.cluster.workload import Submission
 from patrickstar.errors import ConfigError
 from patrickstar.sharing.jobs_file import SharedJob, read_jobs
 from patrickstar.sharing.live_job import LiveJob, Standing
@@ -175,8 +176,7 @@ class Dispatcher:
         job.start = self.now if job.start is None else job.start
         job.epochs_at_change = job.view(self.jobs.values()).epochs
         job.gpu_ids, job.largest = gpu_ids, max(job.largest, len(gpu_ids))
-        event = {"event": "allocate", "t": self.now, "job": job.of.name, "gpus": list(gpu_ids)}
-        self.directory.add({**event, "batch": 1.0, "hold": 0.0, "why": why})
+        self.directory.add(allocated(job.of.name, self.now, Allocation(gpu_ids, 1.0, why)))
 
     # decisions
 
@@ -242,7 +242,7 @@ class Dispatcher:
         found = []
         for job in self.jobs.values():
             if job.start is not None and job.finish is not None:
-                of, course = job.of, Steady(job.view(self.jobs.values()).speed, 10)  # type: ignore[arg-type]
+                of, course = job.of, cast(FourNumbers, job.view(self.jobs.values()).speed)
                 known = Submission(name=of.name, submit=job.submit, gpus=of.max, max_gpus=of.max, course=course)
                 so_far = {name: getattr(job, name) for name in ("start", "finish", "resizes", "attained", "ran")}
                 found.append(SimulatedJob(known, 0.0, 1.0, **so_far))

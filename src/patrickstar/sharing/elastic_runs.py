@@ -22,7 +22,6 @@ from patrickstar.sharing.jobs_file import SharedJob
 from patrickstar.sharing.live_job import Standing
 
 _SAVE_EVERY: Final = 100
-_POLL_S: Final = 0.05
 _ENDS_S: Final = 40.0  # longer than a supervisor gives its ranks
 
 
@@ -58,14 +57,9 @@ class ElasticRuns:
         """Starts a job, which goes on from its newest checkpoint if there is one. Output goes to its directory."""
         directory = self._path / job.name
         directory.mkdir(mode=0o700, exist_ok=True)
-        sizes = {"--min": job.min, "--max": job.max, "--size": len(gpu_ids), "--warm": 0}
-        flags: dict[str, Any] = {
-            **sizes,
-            "--threads": self._threads,
-            "--save-every": _SAVE_EVERY,
-            "--job-dir": directory,
-            **(self._nodes.flags if self._nodes else {}),
-        }
+        sizes = {"--min": job.min, "--max": job.max, "--size": len(gpu_ids), "--warm": 0, "--threads": self._threads}
+        flags: dict[str, Any] = {**sizes, "--save-every": _SAVE_EVERY, "--job-dir": directory}
+        flags |= self._nodes.flags if self._nodes else {}
         words = [str(word) for flag in flags.items() for word in flag]
         with (directory / "output").open("ab") as output:
             process = subprocess.Popen(  # noqa: S603  (the program that the user gave)
@@ -117,8 +111,9 @@ class ElasticRuns:
         for process in there:
             process.send_signal(signal.SIGTERM)
         until = time.monotonic() + _ENDS_S
-        while time.monotonic() < until and any(process.poll() is None for process in there):
-            time.sleep(_POLL_S)
+        for process in there:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
         for process in there:
             process.kill()
             process.wait()

@@ -12,8 +12,6 @@ from patrickstar.cluster.four_numbers import FourNumbers
 from patrickstar.cluster.job_view import Ids, JobView
 from patrickstar.sharing.jobs_file import SharedJob
 
-EPOCHS: Final = 10
-"""Parts of a job that count as epochs, where a policy asks for those."""
 SERIAL: Final = 0.05
 """Share of a step that is taken to be serial, as in a trace, until two sizes are measured."""
 _UNKNOWN_STEPS: Final = 1000
@@ -116,17 +114,14 @@ class LiveJob:
     def view(self, others: Iterable[LiveJob]) -> JobView:
         """The job as a policy sees it. Its work is counted in seconds on one GPU."""
         of, (serial, parallel), rest = self.of, self.step_seconds(others), self.rest(others)
-        alone, total = serial + parallel, self.step + rest
-        speed = FourNumbers(gpus=1, duration=total * alone, serial=serial / alone)
+        alone = serial + parallel
+        done, speed = self.step * alone, FourNumbers(gpus=1, duration=(self.step + rest) * alone, serial=serial / alone)
         gpu_ids = () if self.state == "stopping" else self.gpu_ids
-        names = ("submit", "attained", "ran", "largest", "epochs_at_change")
-        known: dict[str, Any] = {
-            "user": of.user,
-            "priority": of.priority,
-            **{name: getattr(self, name) for name in names},
-        }
+        so_far = {name: getattr(self, name) for name in ("submit", "attained", "ran", "largest", "epochs_at_change")}
         return JobView(
             name=of.name,
+            user=of.user,
+            priority=of.priority,
             gpus=of.max,
             min_gpus=of.min,
             max_gpus=of.max,
@@ -134,9 +129,9 @@ class LiveJob:
             pinned=bool(gpu_ids) and not self.can_change,
             speed=speed,
             rest=rest * alone,
-            done=self.step * alone,
-            samples=self.step * alone,
-            epoch_samples=speed.work / EPOCHS,
-            epochs=int(EPOCHS * self.step / total),
-            **known,
+            done=done,
+            samples=done,
+            epoch_samples=speed.epoch_samples,
+            epochs=speed.epochs(done),
+            **so_far,
         )

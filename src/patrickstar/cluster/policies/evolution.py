@@ -15,13 +15,8 @@ Schedules: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 def capped(schedules: Schedules, limits: Schedules) -> Schedules:
     """Schedules without the entries, from the left on, that take a job over its limit. `limits`: [jobs]"""
-    order = np.argsort(schedules, axis=1, kind="stable")
-    jobs = np.take_along_axis(schedules, order, axis=1)
-    column = np.arange(schedules.shape[1])
-    starts = np.maximum.accumulate(np.where(np.diff(jobs, axis=1, prepend=-2) != 0, column, 0), axis=1)
-    over = np.empty(schedules.shape, dtype=bool)
-    np.put_along_axis(over, order, column - starts >= np.append(limits, 0)[jobs], axis=1)
-    return np.where(over, -1, schedules)
+    nth = np.tril(schedules[:, :, None] == schedules[:, None, :]).sum(axis=2)  # of its job's entries each is
+    return np.where(nth > np.append(limits, 0)[schedules], -1, schedules)
 
 
 def crossover(schedules: Schedules, limits: Schedules, rng: np.random.Generator) -> Schedules:
@@ -37,15 +32,13 @@ def mutate(
 ) -> Schedules:
     """Each schedule with some of its jobs thrown out completely, each at this rate; young ones stay. `young`: [jobs]"""
     out = (rng.random((len(schedules), len(young))) < rate) & ~young
-    gone = np.append(out, np.zeros((len(schedules), 1), dtype=bool), axis=1)
+    gone = np.pad(out, ((0, 0), (0, 1)))  # an empty entry, -1, finds the last column
     return np.where(np.take_along_axis(gone, schedules, axis=1), -1, schedules)
 
 
 def count(schedules: Schedules, jobs: int) -> Schedules:
     """GPUs of each job in each schedule. [schedules, jobs]"""
-    rows = np.arange(len(schedules))[:, None] * (jobs + 1)
-    found = np.bincount((rows + schedules + 1).ravel(), minlength=len(schedules) * (jobs + 1))
-    return found.reshape(len(schedules), jobs + 1)[:, 1:]
+    return np.array([np.bincount(row + 1, minlength=jobs + 1)[1:] for row in schedules])
 
 
 def fill(
@@ -75,49 +68,34 @@ def reorder(counts: Schedules, present: Schedules) -> Schedules:
     Args:
         counts: GPUs of each job. [schedules, jobs]; present: the job on each GPU, or -1. [GPUs]
     """
-    gpus, rows = len(present), np.arange(len(counts))[:, None]
-    same = np.cumsum(present == np.arange(counts.shape[1])[:, None], axis=1)
-    same = np.concatenate(
-        [np.zeros((len(same), 1), dtype=int), same], axis=1
-    )  # a job's GPUs among the first i. [jobs, GPUs + 1]
-    lies = np.where(same[:, -1] > 0, (same > 0).argmax(axis=1), gpus + 1)
-    order = np.argsort(lies, kind="stable")
-    placed = counts[:, order] > 0
-    # Jobs that a schedule has, in order, and none where it has no more. [schedules, places]
-    turn = np.take_along_axis(np.broadcast_to(order, counts.shape), np.argsort(~placed, axis=1, kind="stable"), axis=1)
-    turn = turn[:, : int(placed.sum(axis=1).max(initial=0))]
-    sizes = np.take_along_axis(counts, turn, axis=1)
-    emptied = np.concatenate(
-        [[0], np.cumsum(present >= 0)]
-    )  # changes where the first i GPUs are left empty. [GPUs + 1]
-    ends = np.arange(gpus + 1)
-    cost, last = np.broadcast_to(emptied.astype(float), (len(counts), gpus + 1)), []
-    for job, size in zip(turn.T, sizes.T, strict=True):
-        begin = ends - size[:, None]
-        at = np.maximum(begin, 0)
-        # With its last GPU before i; then with empty ones after it, as `best` says without what those change.
-        here = (
-            np.where(begin >= 0, cost[rows, at] + size[:, None] - same[job] + same[job[:, None], at], np.inf) - emptied
-        )
-        best = np.minimum.accumulate(here, axis=1)
-        fell = here < np.concatenate([np.full((len(here), 1), np.inf), best[:, :-1]], axis=1)
-        last.append(np.where(size[:, None], np.maximum.accumulate(np.where(fell, ends, 0), axis=1), ends))
-        cost = np.where(size[:, None], best + emptied, cost)
-    found, at = np.full((len(counts), gpus), -1), np.full(len(counts), gpus)
-    for job, size, end in zip(turn.T[::-1], sizes.T[::-1], reversed(last), strict=True):
-        at = end[rows[:, 0], at]
-        np.copyto(found, job[:, None], where=(ends[:-1] < at[:, None]) & (ends[:-1] >= (at - size)[:, None]))
-        at = at - size
+    gpus = len(present)
+    # A job's GPUs among the first i. [jobs, GPUs + 1]
+    same = np.pad(np.cumsum(present == np.arange(counts.shape[1])[:, None], axis=1), ((0, 0), (1, 0)))
+    emptied = np.pad(np.cumsum(present >= 0), (1, 0))  # changes where the first i GPUs are left empty. [GPUs + 1]
+    order = np.argsort(np.where(same[:, -1] > 0, (same > 0).argmax(axis=1), gpus + 1), kind="stable").tolist()
+    found = np.full((len(counts), gpus), -1)
+    for layout, sizes in zip(found, counts.tolist(), strict=True):
+        least, placed = emptied.astype(float), []  # changes of the first i GPUs with the jobs that are placed
+        for job in order:
+            if size := sizes[job]:
+                # With its last GPU before i, less what leaving those empty would change, as GPUs after it may be.
+                cost = np.full(gpus + 1, np.inf)
+                cost[size:] = least[:-size] + size - same[job, size:] + same[job, :-size] - emptied[size:]
+                least = np.minimum.accumulate(cost) + emptied
+                placed.append((job, size, cost))
+        at = gpus
+        for job, size, cost in reversed(placed):
+            end = int(cost[: at + 1].argmin())
+            at = end - size
+            layout[at:end] = job
     return found
 
 
 def scores(counts: Schedules, gpu_seconds: Callable[[int, int], float]) -> Numbers:
     """The sum over the jobs of each schedule of what they still take in GPU-seconds at their size. [schedules]"""
-    jobs = np.arange(counts.shape[1])
-    table = np.zeros((len(jobs), int(counts.max(initial=0)) + 1))
-    for job, size in np.argwhere(
-        np.bincount((jobs * table.shape[1] + counts).ravel(), minlength=table.size).reshape(table.shape)
-    ):
-        table[job, size] = gpu_seconds(int(job), int(size)) if size else 0.0
-    found: Numbers = table[jobs, counts].sum(axis=1)
+    table = np.zeros((counts.shape[1], int(counts.max(initial=0)) + 1))
+    for job, sizes in enumerate(counts.T):
+        for size in np.unique(sizes[sizes > 0]).tolist():
+            table[job, size] = gpu_seconds(job, size)
+    found: Numbers = table[np.arange(len(table)), counts].sum(axis=1)
     return found

@@ -31,17 +31,17 @@ def share_out(jobs: Sequence[JobView], values: Sequence[Numbers], sizes: Sequenc
     found: dict[str, int] = {job.name: len(job.gpu_ids) for job in jobs if job.pinned and job.gpu_ids}
     free = gpus - sum(found.values())
     at: dict[int, int] = {}
-    bounds = [_bounds(job, value, grid) for job, value in zip(jobs, values, strict=True)]
-    for number, job in enumerate(jobs):
-        low, high = bounds[number]
-        if job.name not in found and low < high and sizes[low] <= free:
-            found[job.name], at[number] = sizes[low], low
-            free -= sizes[low]
+    ends: dict[int, int] = {}
+    for number, (job, value) in enumerate(zip(jobs, values, strict=True)):
+        able = np.flatnonzero((grid >= job.min_gpus) & (grid <= job.max_gpus) & (value > -np.inf)).tolist()
+        if job.name not in found and able and sizes[able[0]] <= free:
+            at[number], ends[number] = able[0], able[-1] + 1
+            free -= sizes[able[0]]
 
     def step(number: int) -> tuple[float, int, int] | None:
         """The negative of the best gain for a GPU, the job, and where it leads."""
         here, value = at[number], values[number]
-        last = min(bounds[number][1], int(np.searchsorted(grid, grid[here] + free, side="right")))
+        last = min(ends[number], int(np.searchsorted(grid, grid[here] + free, side="right")))
         if last <= here + 1:
             return None
         gains = (value[here + 1 : last] - value[here]) / (grid[here + 1 : last] - grid[here])
@@ -55,14 +55,7 @@ def share_out(jobs: Sequence[JobView], values: Sequence[Numbers], sizes: Sequenc
         more = sizes[there] - sizes[at[number]]
         if more <= free:
             at[number], free = there, free - more
-            found[jobs[number].name] = sizes[there]
         # A step that no longer fits is looked for anew, among those that do.
         if following := step(number):
             heapq.heappush(heap, following)
-    return found
-
-
-def _bounds(job: JobView, value: Numbers, grid: Numbers) -> tuple[int, int]:
-    """Places in the grid of the least size that a job can have, and after the largest."""
-    able = np.flatnonzero((grid >= job.min_gpus) & (grid <= job.max_gpus) & (value > -np.inf))
-    return (int(able[0]), int(able[-1]) + 1) if len(able) else (0, 0)
+    return found | {jobs[number].name: sizes[place] for number, place in at.items()}

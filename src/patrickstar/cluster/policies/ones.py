@@ -46,12 +46,11 @@ Line: TypeAlias = tuple[tuple[float, ...], float]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A job's history: a line an epoch, its samples, its draw of progress, and the epochs when it was drawn and its limit was scaled."""
+    """A job's history: a line an epoch, its samples, its draw of progress, and the epochs when its limit was scaled."""
 
     lines: tuple[Line, ...] = ()
     samples: float = 0.0
     draw: float = 0.5
-    drawn_at: int = -1
     scaled_at: int = 0
 
 
@@ -59,10 +58,10 @@ class Seen:
 class OnesState:
     """A population between two decisions, and what has been learned. Scores ascending; `log` is of jobs that have ended."""
 
-    names: tuple[str, ...] = ()
     population: Schedules = field(default_factory=lambda: np.empty((0, 0), dtype=np.int64))
     scores: tuple[float, ...] = ()
     limits: Mapping[str, int] = field(default_factory=dict)
+    """By job, in the order of the numbers that jobs have in the population."""
     seen: Mapping[str, Seen] = field(default_factory=dict)
     log: tuple[Line, ...] = ()
     model: BetaModel = field(default_factory=BetaModel)
@@ -70,7 +69,7 @@ class OnesState:
     """Jobs that had run, and that the last schedule put in place had no GPU for."""
 
     def event(self) -> dict[str, Any]:
-        named = np.array([*self.names, None], dtype=object)[self.population].tolist()
+        named = np.array([*self.limits, None], dtype=object)[self.population].tolist()
         return {"population": named, "scores": list(self.scores), "limits": dict(self.limits)}
 
 
@@ -82,9 +81,8 @@ def ones(
     log, model = _learn(jobs, state, rng)
     seen = {job.name: _look(job, state.seen.get(job.name, Seen()), model, options, rng) for job in jobs}
     limits, seen = _limits(jobs, state, seen, cluster, options)
-    names, bounds = tuple(limits), np.array([*limits.values()])
-    known = _carried_over(names, cluster, state, options, rng)
-    kept, young = capped(known, bounds), np.array([job.epochs < YOUNG for job in jobs])
+    bounds, young = np.array([*limits.values()]), np.array([job.epochs < YOUNG for job in jobs])
+    kept = capped(_carried_over([*limits], cluster, state, options, rng), bounds)
     candidates = np.concatenate([kept, crossover(kept, bounds, rng), mutate(kept, young, options.mutation, rng)])
     rest = [job.samples * (1 / seen[job.name].draw - 1) for job in jobs]
 
@@ -105,20 +103,18 @@ def ones(
         present[list(job.gpu_ids)] = number
     # Scores do not depend on where a job's GPUs are: only those that stay are laid out.
     population = reorder(counts[best], present)
-    chosen = {name: tuple(np.flatnonzero(population[0] == number).tolist()) for number, name in enumerate(names)}
+    chosen = {name: tuple(np.flatnonzero(population[0] == number).tolist()) for number, name in enumerate(limits)}
     wanted = _ready(jobs, chosen, options)
     changes = any(wanted[job.name] != job.gpu_ids for job in jobs)
     waits = [job.name for job in jobs if changes and job.ran and not job.gpu_ids and not chosen[job.name]]
-    why = [
-        f"about {left:.0f} samples left" if job.epochs >= YOUNG else "new" for job, left in zip(jobs, rest, strict=True)
-    ]
-    allocations = {
-        job.name: Allocation(gpus, batch_rule(job, len(gpus)), f"{text}; of the schedule with the least GPU time left")
-        for job, text in zip(jobs, why, strict=True)
-        if (gpus := wanted[job.name])
-    }
+    allocations = {}
+    for number, job in enumerate(jobs):
+        if gpus := wanted[job.name]:
+            left = "new" if young[number] else f"about {rest[number]:.0f} samples left"
+            why = f"{left}; of the schedule with the least GPU time left"
+            allocations[job.name] = Allocation(gpus, batch_rule(job, len(gpus)), why)
     ascending = tuple(found[best].tolist())
-    return allocations, OnesState(names, population, ascending, limits, seen, log, model, frozenset(waits))
+    return allocations, OnesState(population, ascending, limits, seen, log, model, frozenset(waits))
 
 
 def batch_rule(job: JobView, gpus: int) -> float:
@@ -145,9 +141,9 @@ def _look(job: JobView, seen: Seen, model: BetaModel, options: OnesOptions, rng:
     line = features(job)
     new = [(line, job.samples)] * (job.epochs - len(seen.lines))
     seen = replace(seen, lines=(*seen.lines, *new), samples=job.samples)
-    if job.epochs >= YOUNG and (seen.drawn_at != job.epochs or options.redraw):
+    if job.epochs >= YOUNG and (new or options.redraw):
         drawn = rng.beta(job.epochs, model.beta(np.array([line]))[0])
-        seen = replace(seen, draw=float(np.clip(drawn, 1e-3, 1 - 1e-6)), drawn_at=job.epochs)
+        seen = replace(seen, draw=float(np.clip(drawn, 1e-3, 1 - 1e-6)))
     return seen
 
 
@@ -178,7 +174,7 @@ def _carried_over(
     """The last population without jobs that have ended; at first, jobs in random orders with a GPU each."""
     if len(state.population):
         numbers = {name: number for number, name in enumerate(names)}
-        return np.array([*(numbers.get(name, -1) for name in state.names), -1])[state.population]
+        return np.array([*(numbers.get(name, -1) for name in state.limits), -1])[state.population]
     drawn = np.full((options.population, max(cluster.gpus, len(names))), -1)
     drawn[:, : len(names)] = [rng.permutation(len(names)) for _ in drawn]
     return drawn[:, : cluster.gpus]
