@@ -81,7 +81,8 @@ def test_a_step_of_a_decoder_calls_no_more_than_it_did(calls, tmp_path, monkeypa
     monkeypatch.setattr(calls, "LAYERS", 24)
     kept = json.loads((ROOT / "benchmarks" / "results" / "calls.json").read_text())
     (before,) = [row for row in kept["decoder"] if (row["binding"], row["moves"]) == (bound, moves)]
-    assert calls.measure_decoder(bound, moves=moves, disk=tmp_path)["python"] <= (most or before["python"])
+    found = calls.measure_decoder(bound, moves=moves, disk=tmp_path)["python"]
+    assert found <= (most or 1.01 * before["python"])  # one tree has 58.6 on one processor, and 58.9 on another
 
 
 @pytest.mark.campaign

@@ -239,11 +239,12 @@ class ChunkStore:
     def grow(self, homes: Mapping[PlaneRef, Tier], slots: Mapping[PlaneRef, int]) -> None:
         """Takes in units that have been prepared (`UnitBytes.prepare`), or gives units another size: without contents, at home on these tiers."""
         state = self.state
-        for ref, tier in homes.items():
-            if ref in state.home:
-                self._leave_home(ref)
-            self.units.rest(ref, tier, slots[ref])
-        state.grow(homes, slots)
+        with InterruptionsPutOff():
+            for ref, tier in homes.items():
+                if ref in state.home:
+                    self._leave_home(ref)
+                self.units.rest(ref, tier, slots[ref])
+            state.grow(homes, slots)
 
     def shrink(self, refs: Collection[PlaneRef]) -> None:
         """Takes units out that are at home in memory, and without contents."""

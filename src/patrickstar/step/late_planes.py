@@ -17,6 +17,7 @@ from patrickstar.core.layout import Layout, Run
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, WEIGHT, GradientUse, PlaneRef
 from patrickstar.core.trace import Phase, Touch, Trace
+from patrickstar.memory.interruptions import InterruptionsPutOff
 from patrickstar.plan.fit import Need, expect_room, name_gradients
 from patrickstar.plan.placement import place_gradients, place_more
 from patrickstar.plan.residency import Residency, slots_of
@@ -48,16 +49,18 @@ class LatePlanes:
     def open(self, homes: Mapping[PlaneRef, Tier], slots: _Slots) -> None:
         """Takes in the gradients of chunks that a backward updates whole, with these homes in memory and of these sizes, until `close`."""
         new = {ref: home for ref, home in homes.items() if ref not in self.executor.store.state.home}
-        self.executor.store.passing.update(new)
-        self.executor.store.grow(new, {ref: slots[ref] for ref in new})
+        with InterruptionsPutOff():
+            self.executor.store.passing.update(new)
+            self.executor.store.grow(new, {ref: slots[ref] for ref in new})
 
     def close(self, gradients: Collection[PlaneRef] | None = None) -> None:
         """Takes out what `open` has taken in, and has no contents any more. `gradients`: which of it; None: all."""
         store = self.executor.store
         wanted = store.passing if gradients is None else store.passing.intersection(gradients)
         over = sorted(filter(store.state.is_free, wanted))
-        store.passing.difference_update(over)
-        store.shrink(over)
+        with InterruptionsPutOff():
+            store.passing.difference_update(over)
+            store.shrink(over)
 
     def with_room_for(self, trace: Trace) -> Residency:
         """The residency in which there are homes for the gradients that a forward with this trace keeps. Changes nothing.
