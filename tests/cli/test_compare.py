@@ -12,7 +12,7 @@ import patrickstar
 from patrickstar.checkpoint import rng
 from patrickstar.cli import plain
 from patrickstar.cli.batches import Batches
-from patrickstar.cli.loop import accumulate_gradients
+from patrickstar.cli.loop import backward
 from patrickstar.cli.plain import (
     PLAIN_FP32,
     ManagedRun,
@@ -106,7 +106,8 @@ def managed_run(kind, *, clip=None, accumulate=1):
         source, state, losses = batches(), rng.capture(), []
         for _ in range(STEPS):
             updates = session.stats().steps
-            losses.append(accumulate_gradients(model, source, accumulate, scale=session.scaler.scale))
+            of_step = [backward(model, source, accumulate, scale=session.scaler.scale) for _ in range(accumulate)]
+            losses.append(sum(of_step) / accumulate)
             session.scaler.step(session.optimizer)
             session.scaler.update()
             session.optimizer.zero_grad()

@@ -106,6 +106,15 @@ class Batches:
         self._position += self._batch_size
         return self._shard(as_batch(rows, self._device))
 
+    def held_out(self, tokens: Tokens, *, most: int) -> list[Batch]:
+        """Batches alike of another text, at most `most`, spread evenly over it, always the same ones. DataError: it is less than one window."""
+        windows = windows_of(tokens, self._windows.shape[1], "held-out")
+        # A batch smaller than the training one would be another shape to plan for: windows repeat where text is short.
+        count = max(1, min(most, len(windows) // self._batch_size)) * self._batch_size
+        chosen = torch.tensor([index * len(windows) // count for index in range(count)])
+        rows = (windows[of_all[list(self._rows)]] for of_all in chosen.split(self._batch_size))
+        return [self._shard(as_batch(own, self._device)) for own in rows]
+
     def state_dict(self) -> dict[str, Any]:
         return {"position": self._position, **self._identity}
 
@@ -136,24 +145,6 @@ def as_batch(rows: torch.Tensor, device: torch.device | None = None) -> Batch:
     """A batch as causal models take it, of windows of tokens, [batch, seq]. The model shifts the labels."""
     ids = rows.to(device, torch.int64)
     return {"input_ids": ids, "labels": ids}
-
-
-def validation_batches(
-    tokens: Tokens,
-    *,
-    batch_size: int,
-    seq_len: int,
-    most: int,
-    device: torch.device | None = None,
-    rows: slice = slice(None),
-    shard: Callable[[Batch], Batch] = lambda batch: batch,
-) -> list[Batch]:
-    """Batches of held-out windows, at most `most`, spread evenly over the text, always the same ones. DataError: it is less than one window."""
-    windows = windows_of(tokens, seq_len, "held-out")
-    # A batch smaller than the training one would be another shape to plan for: windows repeat where text is short.
-    count = max(1, min(most, len(windows) // batch_size))
-    chosen = [index * len(windows) // (count * batch_size) for index in range(count * batch_size)]
-    return [shard(as_batch(windows[batch[rows]], device)) for batch in torch.tensor(chosen).split(batch_size)]
 
 
 def windows_of(tokens: Tokens, seq_len: int, which: str) -> torch.Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from patrickstar.cli.flags import MEMORY
 from patrickstar.cli.models import ModelSource
 from patrickstar.cli.together import Together
 from patrickstar.config.arguments import MemoryOptions
@@ -27,9 +28,8 @@ LOWEST: Final = 0.1
 
 _PRECISIONS: Final = ("fp16.enabled", "bf16.enabled", "bfloat16.enabled", "patrickstar.precision")
 # The key that says what a flag says; and others that a flag stands in the place of, sections as a whole.
-_OWN: Final = ("device", "precision", "device_memory", "host_memory", "disk", "disk_memory", "step")
 _KEYS: Final = MappingProxyType(
-    {name: f"patrickstar.{name}" for name in _OWN}
+    {name: f"patrickstar.{name}" for name in MEMORY}
     | {"batch_size": "train_micro_batch_size_per_gpu", "accumulate": "gradient_accumulation_steps"}
     | {"clip": "gradient_clipping", "lr": "optimizer.params.lr"}
 )

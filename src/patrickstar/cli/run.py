@@ -18,8 +18,9 @@ from torch import nn
 import patrickstar
 from patrickstar.checkpoint import rng
 from patrickstar.checkpoint.reader import saved_steps
-from patrickstar.cli.batches import VALIDATION_BATCHES, Batch, Batches, Data, prepare_data, validation_batches
+from patrickstar.cli.batches import VALIDATION_BATCHES, Batch, Batches, Data, prepare_data
 from patrickstar.cli.display import Display, EventLog, NoteHandler
+from patrickstar.cli.flags import MEMORY
 from patrickstar.cli.loop import LOSSES, TrainingRun, validation_loss
 from patrickstar.cli.models import check_length
 from patrickstar.cli.plain import Comparison, ManagedRun, PlainPrecision, PlainRun, Scaling, compare_plain, digests
@@ -57,10 +58,9 @@ def run(request: Request, signals: StopSignals, world: World) -> int:
                 request.data, vocab_size=config.vocab_size, own_tokenizer=request.source.tokenizer, display=display
             )
             device = computing_device(request.arguments)
-            own: dict[str, Any] = {**request.shape, "device": device, "rows": world.rows(request.batch_size)}
-            own["shard"] = request.together.shard
-            batches = Batches(data.train, seed=request.seed, **own)
-            validation = validation_batches(data.held_out, most=VALIDATION_BATCHES, **own)
+            rows, shard = world.rows(request.batch_size), request.together.shard
+            batches = Batches(data.train, **request.shape, seed=request.seed, device=device, rows=rows, shard=shard)
+            validation = batches.held_out(data.held_out, most=VALIDATION_BATCHES)
         world.expect_alike(
             {"the text, the model or the flags": batches.state_dict(), "the checkpoints": resuming},
             "all ranks are given the same ones, and on every machine they are the same",
@@ -69,8 +69,7 @@ def run(request: Request, signals: StopSignals, world: World) -> int:
         log.write({"event": "start", "mesh": mesh, "config": _config(request, data, world), **start_row(forecast)})
         beside = "" if world.size == 1 else f" a rank, {world.size} ranks"
         display.note(f"computes on {_name_of(request.arguments, device)}{beside}")
-        parts: dict[str, Any] = {"log": log, "display": display, "signals": signals, "world": world}
-        training = TrainingRun(request, model, batches, **parts)
+        training = TrainingRun(request, model, batches, log=log, display=display, signals=signals, world=world)
         managed = _train(training, validation, forecast, resuming=resuming)
         if training.stopped is not None:
             return training.stopped
@@ -209,7 +208,6 @@ def _validate(training: TrainingRun, batches: Sequence[Batch]) -> float:
 def _config(request: Request, data: Data, world: World) -> dict[str, Any]:
     """Entries of the log about what was asked for."""
     flags = ("steps", "batch_size", "seq_len", "accumulate", "clip", "seed", "resume")
-    given = ("device", "precision", "device_memory", "host_memory", "disk_memory", "step")
     disk, configuration = request.arguments.disk, request.configuration
     of_config = None if configuration is None else configuration.settings.schedule
     return {
@@ -223,7 +221,7 @@ def _config(request: Request, data: Data, world: World) -> dict[str, Any]:
         "lr": request.optimizer.lr,
         "schedule": request.warmup.kind if of_config is None else of_config.name,
         "warmup": request.warmup.warmup if of_config is None else None,
-        **{name: getattr(request.arguments, name) for name in given},
+        **{name: getattr(request.arguments, name) for name in MEMORY},
         "disk": None if disk is None else str(disk),
         "ranks": world.size,
     }

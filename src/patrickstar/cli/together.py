@@ -67,8 +67,7 @@ class Together:
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes of the mesh's dimensions, by name."""
-        names = () if self.mesh is None else self.mesh.mesh_dim_names or ()
-        return {name: self.mesh.size(dim) for dim, name in enumerate(names) if self.mesh is not None}
+        return {} if self.mesh is None else dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
 
     def begin(self, model: nn.Module, *, ranks: int) -> None:
         """Makes a model this rank's part of what works together. All ranks do it, once there is a process group."""
