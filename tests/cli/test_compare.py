@@ -14,7 +14,6 @@ from patrickstar.cli import plain
 from patrickstar.cli.batches import Batches
 from patrickstar.cli.loop import backward
 from patrickstar.cli.plain import (
-    PLAIN_FP32,
     ManagedRun,
     PlainPrecision,
     PlainRun,
@@ -32,6 +31,7 @@ from patrickstar.optim.scale_rule import ScaleRule
 
 TOKENS = np.arange(600, dtype=np.int32) % 11
 LR = 1e-2
+FP32 = PlainPrecision()
 SETTINGS = OptimizerSettings(lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, decoupled=True)
 STEPS = 8
 SCHEDULE = WarmupSchedule("cosine", 2, STEPS)
@@ -81,7 +81,7 @@ def scale_of(kind, accumulate):
 
 def precision_of(kind, accumulate):
     if kind == "fp32":
-        return PLAIN_FP32
+        return FP32
     kept, _, wide = kind.partition("-")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[kept]
     return PlainPrecision(
@@ -119,7 +119,7 @@ def managed_run(kind, *, clip=None, accumulate=1):
         return ManagedRun(losses, digests(session.state_dict()), state, scaling)
 
 
-def plain_run(precision=PLAIN_FP32, *, clip=None, accumulate=1, optimizer=SETTINGS):
+def plain_run(precision=FP32, *, clip=None, accumulate=1, optimizer=SETTINGS):
     given = {"optimizer": optimizer, "schedule": SCHEDULE.rates, "clip": clip, "accumulate": accumulate}
     return PlainRun(build(), [batches()], precision=precision, **given)
 

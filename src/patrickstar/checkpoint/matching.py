@@ -98,8 +98,8 @@ def match(files: WeightFiles, wanted: Sequence[Wanted], naming: Naming) -> Match
     missing = [one.keys[0] for one in wanted if one.keys[0] not in origins]
     return Match(
         MappingProxyType(origins),
-        tuple(key for key in missing if not naming.expects_missing(key)),
-        tuple(name for name in unexpected if not naming.expects_unexpected(name)),
+        tuple(key for key in missing if not naming.missing.search(key)),
+        tuple(name for name in unexpected if not naming.unexpected.search(name)),
     )
 
 

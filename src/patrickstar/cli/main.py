@@ -73,8 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None, invocation: Invocation) -> int:
     try:
         status = cli.main(arguments, prog_name="patrickstar", standalone_mode=False, obj=invocation)
-    except Stopped as stopped:
-        return stopped.status
     except click.Abort:
         return 130
     except click.exceptions.NoArgsIsHelpError as help_text:

@@ -133,9 +133,19 @@ def _train(training: TrainingRun, validation: Sequence[Batch], forecast: Forecas
 
 def _compare(request: Request, data: Data, display: Display, managed: ManagedRun, world: World) -> Comparison:
     """Runs the steps of all ranks in plain PyTorch, on each of them."""
-    device = computing_device(request.arguments)
+    arguments = request.arguments
+    device = computing_device(arguments)
     _seed(request.seed)
     model = request.source.build().to(device)
+    kept = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[str(arguments.precision)]
+    found = find_precision(arguments, model, find_resources(arguments))
+    precision = PlainPrecision(
+        kept=kept,
+        compute=found.compute,
+        gradient=kept if request.accumulate == 1 else torch.float32,
+        whole=found.whole,
+        loss_scale=(arguments.options.loss_scale or patrickstar.LossScale()) if found.scales else None,
+    )
     alike: dict[str, Any] = {**request.shape, "seed": request.seed, "device": device}
     rows = [world.rows(request.batch_size, rank) for rank in range(world.size)]
     run = PlainRun(
@@ -145,22 +155,10 @@ def _compare(request: Request, data: Data, display: Display, managed: ManagedRun
         schedule=request.rates,
         clip=request.clip,
         accumulate=request.accumulate,
-        precision=_plain_precision(model, request.arguments, accumulate=request.accumulate),
+        precision=precision,
     )
     with display.progress("plain PyTorch", len(managed.losses)) as advance:
         return compare_plain(run, managed, advance=advance)
-
-
-def _plain_precision(model: nn.Module, arguments: MemoryOptions, *, accumulate: int) -> PlainPrecision:
-    kept = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[str(arguments.precision)]
-    found = find_precision(arguments, model, find_resources(arguments))
-    return PlainPrecision(
-        kept=kept,
-        compute=found.compute,
-        gradient=kept if accumulate == 1 else torch.float32,
-        whole=found.whole,
-        loss_scale=(arguments.options.loss_scale or patrickstar.LossScale()) if found.scales else None,
-    )
 
 
 def computing_device(arguments: MemoryOptions) -> torch.device:
