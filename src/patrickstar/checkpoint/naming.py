@@ -92,12 +92,8 @@ def own_keys(model: nn.Module, tensors: Iterable[tuple[str, ...]]) -> dict[tuple
     ours = _is_of_transformers(model)
     tied = getattr(model, "all_tied_weights_keys", None) or {} if ours else {}
     left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ()) if ours else set()
-    found: dict[tuple[str, ...], str] = {}
-    for keys in tensors:
-        kept = [key for key in keys if key not in left_out]
-        if kept:
-            found[keys] = next((key for key in kept if key not in tied), kept[0])
-    return found
+    kept = {keys: [key for key in keys if key not in left_out] for keys in tensors}
+    return {keys: next((key for key in own if key not in tied), own[0]) for keys, own in kept.items() if own}
 
 
 def describe(model: Any, dtype: torch.dtype, directory: Path) -> None:

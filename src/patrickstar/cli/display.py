@@ -105,12 +105,9 @@ class NoteHandler(logging.Handler):
 
 def step_text(step: Row, held: Mapping[str, int], budgets: Budgets) -> str:
     """A step's row in a line: its loss and speed, and what each tier holds now."""
-    parts = [f"loss {step['loss']:.4f}", f"{step['tokens_per_second']:.0f} tokens/s"]
-    for tier, nbytes in held.items():
-        if nbytes:
-            budget = _of(budgets, tier)
-            parts.append(f"{tier} {format_bytes(nbytes)}" + (f" of {budget}" if budget else ""))
-    return "  ".join(parts)
+    budgeted = {tier: f" of {_of(budgets, tier)}" for tier in budgets}
+    tiers = [f"{tier} {format_bytes(n)}{budgeted.get(tier, '')}" for tier, n in held.items() if n]
+    return "  ".join([f"loss {step['loss']:.4f}", f"{step['tokens_per_second']:.0f} tokens/s", *tiers])
 
 
 def _of(budgets: Budgets, tier: str) -> str:
