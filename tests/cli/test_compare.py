@@ -28,6 +28,7 @@ from patrickstar.cli.plain import (
 from patrickstar.cli.request import BETAS, EPS, WEIGHT_DECAY, WarmupSchedule
 from patrickstar.config.settings import OptimizerSettings
 from patrickstar.optim.scale_rule import ScaleRule
+from patrickstar.optim.schedules import Rates
 
 TOKENS = np.arange(600, dtype=np.int32) % 11
 LR = 1e-2
@@ -120,7 +121,12 @@ def managed_run(kind, *, clip=None, accumulate=1):
 
 
 def plain_run(precision=FP32, *, clip=None, accumulate=1, optimizer=SETTINGS):
-    given = {"optimizer": optimizer, "schedule": SCHEDULE.rates, "clip": clip, "accumulate": accumulate}
+    given = {
+        "optimizer": optimizer,
+        "schedule": Rates(lambda done, base: base * SCHEDULE.factor(done)),
+        "clip": clip,
+        "accumulate": accumulate,
+    }
     return PlainRun(build(), [batches()], precision=precision, **given)
 
 

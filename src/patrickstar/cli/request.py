@@ -61,11 +61,6 @@ class WarmupSchedule:
         share = min(1.0, (step - self.warmup) / (self.steps - self.warmup))
         return LOWEST + (1 - LOWEST) * 0.5 * (1 + math.cos(math.pi * share))
 
-    @property
-    def rates(self) -> Rates:
-        """The rates that the factor makes of the optimizer's own."""
-        return Rates(lambda done, base: base * self.factor(done))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -98,9 +93,10 @@ class Request:
 
     @property
     def rates(self) -> Rates:
-        """The rates of the config's scheduler, where it has one, else of the flags."""
+        """The rates of the config's scheduler, where it has one, else those that the factor of the flags makes of the optimizer's own."""
         of_config = None if self.configuration is None else self.configuration.settings.schedule
-        return self.warmup.rates if of_config is None else rates_of(of_config)
+        own = Rates(lambda done, base: base * self.warmup.factor(done))
+        return own if of_config is None else rates_of(of_config)
 
     @property
     def optimizer(self) -> OptimizerSettings:

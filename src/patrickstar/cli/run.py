@@ -19,7 +19,7 @@ import patrickstar
 from patrickstar.checkpoint import rng
 from patrickstar.checkpoint.reader import saved_steps
 from patrickstar.cli.batches import VALIDATION_BATCHES, Batch, Batches, Data, prepare_data
-from patrickstar.cli.display import Display, EventLog, NoteHandler
+from patrickstar.cli.display import Display, EventLog
 from patrickstar.cli.flags import MEMORY
 from patrickstar.cli.loop import LOSSES, TrainingRun, validation_loss
 from patrickstar.cli.models import check_length
@@ -244,14 +244,13 @@ def _summary(training: TrainingRun, forecast: Forecast) -> dict[str, Any]:
 def _messages_to(display: Display) -> Iterator[None]:
     """The library's messages, said by the display."""
     logger = logging.getLogger("patrickstar")
-    handler = NoteHandler(display)
     level, propagate = logger.level, logger.propagate
-    logger.addHandler(handler)
+    logger.addHandler(display)
     logger.setLevel(logging.INFO)
     logger.propagate = False
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        logger.removeHandler(display)
         logger.setLevel(level)
         logger.propagate = propagate

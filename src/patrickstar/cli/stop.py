@@ -27,12 +27,10 @@ class Stopped(BaseException):
 class StopSignals(ExitStack):
     """The handlers of both signals, for the duration of a `with` block."""
 
-    requested: int | None
-    """The exit status that a signal received inside `deferring()` asks for."""
-
     def __init__(self) -> None:
         super().__init__()
-        self.requested = None
+        self.requested: int | None = None
+        """The exit status that a signal received inside `deferring()` asks for."""
         self._deferred: Callable[[str], None] | None = None
 
     def __enter__(self) -> StopSignals:
