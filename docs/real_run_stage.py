@@ -22,7 +22,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import patrickstar
-from patrickstar.cli.batches import Batch, Batches, prepare_data, validation_batches
+from patrickstar.cli.batches import Batch, Batches, prepare_data
 from patrickstar.cli.display import Display
 from patrickstar.cli.loop import ResidentGrowth
 from patrickstar.cli.models import ModelSource
@@ -224,9 +224,8 @@ def train(run: Run, course: Course, home: Path, *, seconds: float) -> bool:
     source = ModelSource("real run", course.settings)
     vocab_size = source.config().vocab_size
     data = prepare_data(course.data, vocab_size=vocab_size, own_tokenizer=None, display=Display())
-    shape = {"batch_size": course.batch_size, "seq_len": course.seq_len}
-    batches = Batches(data.train, **shape, seed=course.seed)
-    held_out = validation_batches(data.held_out, **shape, most=HELD_OUT_BATCHES)
+    batches = Batches(data.train, batch_size=course.batch_size, seq_len=course.seq_len, seed=course.seed)
+    held_out = batches.held_out(data.held_out, most=HELD_OUT_BATCHES)
     torch.manual_seed(course.seed)
     model = source.build()
     look(model, held_out[:1])  # see Note [First calls]

@@ -24,7 +24,7 @@ def tensors_of(model: int) -> dict[str, torch.Tensor]:
     return {f"layer.{number}": torch.full((50,), float(10 * model + number)) for number in range(4)}
 
 
-def export(directory: Path, model: int = 0, *, shard_bytes: int = 1 << 30, io: FileIO | None = None) -> None:
+def export(directory: Path, model: int = 0, *, shard_bytes: int = 1 << 30, io: FileIO = FileIO()) -> None:  # noqa: B008  (frozen)
     tensors = tensors_of(model)
     write_model(
         directory,

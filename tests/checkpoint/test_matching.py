@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,16 @@ from patrickstar.errors import CheckpointError
 class Stacking(Naming):
     """A library that keeps the rows of `stack` as `row.0`, `row.1`, and is not surprised by `old`."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.missing = self.unexpected = re.compile("^old$")
+
     def renamed(self, names: Iterable[str], keys: Collection[str]) -> Iterator[tuple[str, str, str | None]]:
         for name in sorted(names):
             yield (name, "stack", "row.*") if name.startswith("row.") else (name, name, None)
 
     def convert(self, key: str, parts: Sequence[tuple[str, str, Tensor]]) -> dict[str, Tensor]:
         return {key: torch.stack([tensor for _, _, tensor in parts])}
-
-    def expects_missing(self, key: str) -> bool:
-        return key == "old"
-
-    def expects_unexpected(self, name: str) -> bool:
-        return name == "old"
 
 
 def files_of(path: Path, tensors: Mapping[str, Tensor]) -> WeightFiles:

@@ -32,8 +32,8 @@ def targets(model: nn.Module, *names: str) -> list[str]:
 def test_a_model_of_no_library_has_its_own_names():
     model = nn.Linear(2, 2)
     assert targets(model, "weight", "model.weight") == ["weight", "model.weight"]
-    assert not naming_of(model).expects_missing("weight")
-    assert not naming_of(model).expects_unexpected("weight")
+    assert not naming_of(model).missing.search("weight")
+    assert not naming_of(model).unexpected.search("weight")
 
 
 def test_the_base_model_s_prefix_is_added_or_taken_away():
@@ -73,12 +73,12 @@ def test_experts_in_separate_tensors_are_put_together_by_the_library():
 
 def test_what_the_library_expects_nobody_is_told():
     naming = naming_of(bert())
-    assert naming.expects_unexpected("bert.embeddings.position_ids")
-    assert not naming.expects_unexpected("bert.embeddings.word_embeddings.weight")
+    assert naming.unexpected.search("bert.embeddings.position_ids")
+    assert not naming.unexpected.search("bert.embeddings.word_embeddings.weight")
     model = bert()
     model._keys_to_ignore_on_load_missing = {r"classifier\.bias"}
-    assert naming_of(model).expects_missing("classifier.bias")
-    assert not naming_of(model).expects_missing("classifier.weight")
+    assert naming_of(model).missing.search("classifier.bias")
+    assert not naming_of(model).missing.search("classifier.weight")
 
 
 def test_of_tied_tensors_the_one_is_kept_that_the_library_keeps():

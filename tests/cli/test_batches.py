@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from patrickstar.cli.batches import Batches, prepare_data, random_tokens, validation_batches
+from patrickstar.cli.batches import Batches, prepare_data, random_tokens
 from patrickstar.cli.corpus import DataError
 from patrickstar.cli.display import Display
 from patrickstar.errors import CheckpointError, ConfigError
@@ -90,16 +90,16 @@ def test_text_shorter_than_a_sequence_is_refused():
     with pytest.raises(DataError, match="the training text has 1000 tokens, less than one sequence of 1001"):
         batches(seq_len=1001)
     with pytest.raises(DataError, match="the held-out text has 1000 tokens, less than one sequence of 1001"):
-        validation_batches(TOKENS, batch_size=1, seq_len=1001, most=8)
+        batches(np.tile(TOKENS, 2), seq_len=1001).held_out(TOKENS, most=8)
 
 
 def test_validation_spreads_over_the_held_out_text_in_batches_of_the_training_shape():
-    chosen = validation_batches(TOKENS, batch_size=4, seq_len=10, most=5)
+    chosen = batches().held_out(TOKENS, most=5)
     starts = torch.cat([batch["input_ids"][:, 0] for batch in chosen])
     assert [tuple(batch["input_ids"].shape) for batch in chosen] == [(4, 10)] * 5
     assert starts.tolist() == [50 * n for n in range(20)]
     # A short text repeats windows rather than change the shape.
-    (only,) = validation_batches(TOKENS[:25], batch_size=4, seq_len=10, most=8)
+    (only,) = batches().held_out(TOKENS[:25], most=8)
     assert only["input_ids"][:, 0].tolist() == [0, 0, 10, 10]
 
 

@@ -12,9 +12,8 @@ import patrickstar
 from patrickstar.checkpoint import rng
 from patrickstar.cli import plain
 from patrickstar.cli.batches import Batches
-from patrickstar.cli.loop import accumulate_gradients
+from patrickstar.cli.loop import backward
 from patrickstar.cli.plain import (
-    PLAIN_FP32,
     ManagedRun,
     PlainPrecision,
     PlainRun,
@@ -29,9 +28,11 @@ from patrickstar.cli.plain import (
 from patrickstar.cli.request import BETAS, EPS, WEIGHT_DECAY, WarmupSchedule
 from patrickstar.config.settings import OptimizerSettings
 from patrickstar.optim.scale_rule import ScaleRule
+from patrickstar.optim.schedules import Rates
 
 TOKENS = np.arange(600, dtype=np.int32) % 11
 LR = 1e-2
+FP32 = PlainPrecision()
 SETTINGS = OptimizerSettings(lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, decoupled=True)
 STEPS = 8
 SCHEDULE = WarmupSchedule("cosine", 2, STEPS)
@@ -81,7 +82,7 @@ def scale_of(kind, accumulate):
 
 def precision_of(kind, accumulate):
     if kind == "fp32":
-        return PLAIN_FP32
+        return FP32
     kept, _, wide = kind.partition("-")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[kept]
     return PlainPrecision(
@@ -106,7 +107,8 @@ def managed_run(kind, *, clip=None, accumulate=1):
         source, state, losses = batches(), rng.capture(), []
         for _ in range(STEPS):
             updates = session.stats().steps
-            losses.append(accumulate_gradients(model, source, accumulate, scale=session.scaler.scale))
+            of_step = [backward(model, source, accumulate, scale=session.scaler.scale) for _ in range(accumulate)]
+            losses.append(sum(of_step) / accumulate)
             session.scaler.step(session.optimizer)
             session.scaler.update()
             session.optimizer.zero_grad()
@@ -118,8 +120,13 @@ def managed_run(kind, *, clip=None, accumulate=1):
         return ManagedRun(losses, digests(session.state_dict()), state, scaling)
 
 
-def plain_run(precision=PLAIN_FP32, *, clip=None, accumulate=1, optimizer=SETTINGS):
-    given = {"optimizer": optimizer, "schedule": SCHEDULE.rates, "clip": clip, "accumulate": accumulate}
+def plain_run(precision=FP32, *, clip=None, accumulate=1, optimizer=SETTINGS):
+    given = {
+        "optimizer": optimizer,
+        "schedule": Rates(lambda done, base: base * SCHEDULE.factor(done)),
+        "clip": clip,
+        "accumulate": accumulate,
+    }
     return PlainRun(build(), [batches()], precision=precision, **given)
 
 

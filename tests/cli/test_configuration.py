@@ -179,7 +179,7 @@ def test_the_same_config_gives_the_bits_of_an_engine(train, runs, fp16):
     """What `train` does with a config, `initialize_engine` does too."""
     import torch
 
-    from patrickstar.cli.batches import VALIDATION_BATCHES, Batches, prepare_data, validation_batches
+    from patrickstar.cli.batches import VALIDATION_BATCHES, Batches, prepare_data
     from patrickstar.cli.display import Display
     from patrickstar.cli.models import ModelSource
     from patrickstar.runtime import initialize_engine
@@ -190,7 +190,7 @@ def test_the_same_config_gives_the_bits_of_an_engine(train, runs, fp16):
     source = ModelSource.find(str(runs.model))
     data = prepare_data([str(runs.text)], vocab_size=512, own_tokenizer=source.tokenizer, display=Display())
     batches = Batches(data.train, batch_size=2, seq_len=16, seed=0)
-    validation = validation_batches(data.held_out, batch_size=2, seq_len=16, most=VALIDATION_BATCHES)
+    validation = batches.held_out(data.held_out, most=VALIDATION_BATCHES)
     torch.manual_seed(0)
     engine, optimizer = initialize_engine(source.build, config=config)
     engine.eval()

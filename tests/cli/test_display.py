@@ -4,7 +4,7 @@ import math
 
 from rich.console import Console
 
-from patrickstar.cli.display import Display, NoteHandler, step_text
+from patrickstar.cli.display import Display, step_text
 from patrickstar.units import MIB
 
 
@@ -78,7 +78,7 @@ def test_the_summary_sets_predicted_beside_measured():
 def test_the_librarys_messages_are_said_with_their_weight():
     shown, out, _ = display()
     logger = logging.Logger("patrickstar-test")
-    logger.addHandler(NoteHandler(shown))
+    logger.addHandler(shown)
     logger.info("precision %s", "fp32")
     logger.warning("falls [back]")
     logger.debug("nobody reads this")

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from patrickstar.cli.batches import Batches, validation_batches
-from patrickstar.cli.loop import accumulate_gradients, validation_loss
+from patrickstar.cli.batches import Batches
+from patrickstar.cli.loop import backward, validation_loss
 from patrickstar.cli.request import LOWEST, WarmupSchedule
 
 TOKENS = (np.arange(400, dtype=np.int32) ** 2) % 13
@@ -37,15 +37,16 @@ def batches(batch_size):
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_micro_batches_give_the_gradient_and_the_loss_of_the_whole_batch(accumulate):
     whole, parts = Model().eval(), Model().eval()
-    loss = accumulate_gradients(whole, batches(8), 1)
-    mean = accumulate_gradients(parts, batches(8 // accumulate), accumulate)
+    loss = backward(whole, batches(8), 1, scale=lambda loss: loss)
+    source = batches(8 // accumulate)
+    mean = sum(backward(parts, source, accumulate, scale=lambda loss: loss) for _ in range(accumulate)) / accumulate
     assert torch.equal(torch.cat(parts.seen), torch.cat(whole.seen))
     assert mean == pytest.approx(loss, rel=1e-6)
     torch.testing.assert_close(parts.embedding.weight.grad, whole.embedding.weight.grad, rtol=1e-5, atol=1e-8)
 
 
 def test_validation_has_no_dropout_and_leaves_the_model_as_it_was():
-    model, held_out = Model().train(), validation_batches(TOKENS, batch_size=2, seq_len=10, most=3)
+    model, held_out = Model().train(), batches(2).held_out(TOKENS, most=3)
     state, advanced = torch.get_rng_state(), []
     first = validation_loss(model, held_out, advance=advanced.append)
     assert validation_loss(model, held_out, advance=advanced.append) == first
@@ -57,7 +58,7 @@ def test_validation_has_no_dropout_and_leaves_the_model_as_it_was():
 
 def test_a_model_that_was_not_training_stays_so_and_so_it_is_after_an_error():
     model = Model().eval()
-    held_out = validation_batches(TOKENS, batch_size=2, seq_len=10, most=3)
+    held_out = batches(2).held_out(TOKENS, most=3)
     validation_loss(model, held_out, advance=print)
     assert not model.training
     model.train()

@@ -1,7 +1,7 @@
 import pytest
 
 from patrickstar.cli.main import main
-from patrickstar.cli.models import DEFAULT, MODELS, ModelSource, shape_named
+from patrickstar.cli.models import DEFAULT, MODELS, ModelSource
 from patrickstar.errors import ConfigError
 
 ONE_OF_EACH = ["Bert", "GPT2small", "GPT_175B", "llama-3.2-1b", "llama-2-7b", "mistral-7b", "qwen2.5-0.5b"]
@@ -41,7 +41,7 @@ def test_the_whole_table_of_the_original_is_there():
 )
 def test_an_unknown_name_is_refused_with_the_nearest(typed, meant):
     with pytest.raises(ConfigError, match=f'did you mean "{meant}"'):
-        shape_named(typed)
+        ModelSource.find(typed)
 
 
 def test_models_lists_every_name_with_its_size(capsys):

@@ -198,7 +198,7 @@ def test_an_error_is_said_once_and_all_ranks_end_alike(
 def raise_in_a_step(rank: int, home: Path, arguments: list[str]) -> tuple[Any, ...]:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(loop, "accumulate_gradients", None)
+            patch.setattr(loop, "backward", None)
         return train(rank, home, arguments)
 
 

@@ -34,7 +34,7 @@ def write_model(
     read: Callable[[str], Iterable[torch.Tensor]],
     describe: Callable[[Path], None],
     shard_bytes: int,
-    io: FileIO | None = None,
+    io: FileIO = FileIO(),  # noqa: B008  (frozen)
     writers: Writers = Writers(),  # noqa: B008  (frozen)
 ) -> None:
     """Write the tensors to `directory`, in files of at most `shard_bytes` each, unless one tensor is larger.
@@ -46,7 +46,7 @@ def write_model(
     Raises:
         DeviceError: it cannot be written; with file, offset and bytes. ConfigError: a tensor the format does not have.
     """
-    all_ranks, io = writers.all_ranks, io or FileIO()
+    all_ranks = writers.all_ranks
     entries = [TensorEntry(one.name, one.dtype, one.shape, STEM) for one in entries]
     what, intact = "a model", "what was there is as before"
     shards = all_ranks.do("export(): files", lambda: plan_shards(entries, shard_bytes=shard_bytes))

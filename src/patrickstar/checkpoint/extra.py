@@ -18,9 +18,6 @@ from patrickstar.checkpoint.staged_files import FileWriter, StagedFiles
 from patrickstar.checkpoint.tensor_files import Source
 from patrickstar.errors import CheckpointError
 
-_AS_THEY_ARE = (type(None), bool, float, str)
-
-
 Saved = dict[int, tuple[object, torch.Tensor]]
 """Tensors by id: each, kept alive so, and what is saved of it."""
 
@@ -43,7 +40,7 @@ def take_values(value: object, name: str, tensors: Saved) -> object:
 
 def _take(value: Any, path: str, tensors: Saved) -> Any:
     kind = type(value)
-    if kind in _AS_THEY_ARE or (kind is int and value.bit_length() < 64):
+    if kind in (type(None), bool, float, str) or (kind is int and value.bit_length() < 64):
         return value
     if isinstance(value, torch.Tensor):
         if id(value) not in tensors:

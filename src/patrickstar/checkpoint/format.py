@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from patrickstar.config.json_file import parse_json
@@ -58,10 +58,9 @@ class Index:
 
 def encode_index(index: Index) -> bytes:
     """The index as the bytes of its file: one line a file and parameter, sealed with its own checksum."""
-    files = {name: {"nbytes": file.nbytes, "sha256": file.sha256} for name, file in index.files.items()}
     members = [
         f'"format": {json.dumps(_FORMAT)}, "version": {_VERSION}, "step": {index.step}',
-        f'"files": {_lines(files)}',
+        f'"files": {_lines({name: asdict(file) for name, file in index.files.items()})}',
         f'"parameters": {_lines(index.parameters)}',
     ]
     return seal(_PREFIX + b"0" * _DIGITS + b'",\n' + ",\n".join(members).encode("ascii") + b"}\n")

@@ -74,15 +74,9 @@ def match(files: WeightFiles, wanted: Sequence[Wanted], naming: Naming) -> Match
     """
     by_key = {key: one for one in wanted for key in one.keys}
     found, unexpected = _origins(files, by_key, naming)
-    problems: list[str] = []
-    origins: dict[str, Origin] = {}
-    for one in wanted:
-        given = [(key, found[key]) for key in one.keys if key in found]
-        if not given:
-            continue
-        for key, (origin, shape, dtype) in given:
-            problems += _misfit(key, origin, shape, dtype, one)
-        origins[one.keys[0]] = given[0][1][0]
+    given = {one.keys[0]: [key for key in one.keys if key in found] for one in wanted}
+    problems = [problem for one in wanted for key in given[one.keys[0]] for problem in _misfit(key, *found[key], one)]
+    origins = {name: found[keys[0]][0] for name, keys in given.items() if keys}
     if problems:
         raise CheckpointError(
             f"{files.path}: weights of another model, nothing was loaded: {some(problems, most=_SHOWN, separator='; ')}"
@@ -92,14 +86,13 @@ def match(files: WeightFiles, wanted: Sequence[Wanted], naming: Naming) -> Match
             f"{files.path}: none of its {len(files.spans)} tensors is one of the model's: it has {some(list(files.spans), most=_SHOWN)}, "
             f"the model {some(list(by_key), most=_SHOWN)}"
         )
-    for one in wanted:
-        for key in [key for key in one.keys if key in found][1:]:
-            _expect_same(files, naming, origins[one.keys[0]], found[key][0])
-    missing = [one.keys[0] for one in wanted if one.keys[0] not in origins]
+    for name, keys in given.items():
+        for key in keys[1:]:
+            _expect_same(files, naming, origins[name], found[key][0])
     return Match(
         MappingProxyType(origins),
-        tuple(key for key in missing if not naming.expects_missing(key)),
-        tuple(name for name in unexpected if not naming.expects_unexpected(name)),
+        tuple(key for key in given if key not in origins and not naming.missing.search(key)),
+        tuple(name for name in unexpected if not naming.unexpected.search(name)),
     )
 
 

@@ -22,7 +22,10 @@ from patrickstar.errors import ConfigError
 
 
 class Naming:
-    """The way from names in files to names of a model of transformers; None: of one that belongs to no library, where a name is a name."""
+    """The way from names in files to names of a model of transformers; None: of one that belongs to no library, where a name is a name.
+
+    `missing`: in keys that no file need have. `unexpected`: in names of files for which the model need have no use. Nobody need be told of them.
+    """
 
     def __init__(self, model: Any | None = None) -> None:
         self._model = model
@@ -43,8 +46,8 @@ class Naming:
                 self._converters = [one for one in transforms if isinstance(one, loading.WeightConverter)]
                 self._loading = loading
         self._of_pattern = {pattern: one for one in self._converters for pattern in one.source_patterns}
-        self._missing = _pattern_of(getattr(model, "_keys_to_ignore_on_load_missing", None))
-        self._unexpected = _pattern_of(unexpected)
+        self.missing = _pattern_of(getattr(model, "_keys_to_ignore_on_load_missing", None))
+        self.unexpected = _pattern_of(unexpected)
 
     def renamed(self, names: Iterable[str], keys: Collection[str]) -> Iterator[tuple[str, str, str | None]]:
         """(name, key, pattern): the key a tensor goes to, if it is among `keys`. A pattern says that the tensor is converted on the way, with
@@ -69,14 +72,6 @@ class Naming:
         made = converter.convert(key, model=self._model, config=self._model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
-    def expects_missing(self, key: str) -> bool:
-        """Tells whether nobody need be told that no file has this key."""
-        return bool(self._missing.search(key))
-
-    def expects_unexpected(self, name: str) -> bool:
-        """Tells whether nobody need be told that the model has no use for this name of a file."""
-        return bool(self._unexpected.search(name))
-
     def _prefixed(self, name: str, keys: Collection[str]) -> str:
         """The name with or without the base model's prefix, whichever the model has."""
         if self._model is None:
@@ -97,12 +92,8 @@ def own_keys(model: nn.Module, tensors: Iterable[tuple[str, ...]]) -> dict[tuple
     ours = _is_of_transformers(model)
     tied = getattr(model, "all_tied_weights_keys", None) or {} if ours else {}
     left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ()) if ours else set()
-    found: dict[tuple[str, ...], str] = {}
-    for keys in tensors:
-        kept = [key for key in keys if key not in left_out]
-        if kept:
-            found[keys] = next((key for key in kept if key not in tied), kept[0])
-    return found
+    kept = {keys: [key for key in keys if key not in left_out] for keys in tensors}
+    return {keys: next((key for key in own if key not in tied), own[0]) for keys, own in kept.items() if own}
 
 
 def describe(model: Any, dtype: torch.dtype, directory: Path) -> None:

@@ -41,7 +41,7 @@ from patrickstar.memory.fileio import FileIO, reported
 class StepReader(TensorFiles):
     """One checkpoint. `step`: the step that it is of."""
 
-    def __init__(self, path: Path, *, io: FileIO | None = None, advice: Callable[[], str] = str) -> None:
+    def __init__(self, path: Path, *, io: FileIO = FileIO(), advice: Callable[[], str] = str) -> None:  # noqa: B008  (frozen)
         """Opens the directory of one step; `open_step` also finds it.
 
         Args:
@@ -49,7 +49,6 @@ class StepReader(TensorFiles):
         Raises:
             CheckpointError: rule (1) or (2) does not hold.
         """
-        io = io or FileIO()
         super().__init__(path, io=io, changed="changed while the checkpoint was open")
         self._advice = advice
         self._verified: set[Path] = set()
@@ -132,14 +131,13 @@ class StepReader(TensorFiles):
 _log = logging.getLogger("patrickstar")
 
 
-def open_step(path: Path, *, io: FileIO | None = None) -> StepReader:
+def open_step(path: Path, *, io: FileIO = FileIO()) -> StepReader:  # noqa: B008  (frozen)
     """The checkpoint at `path`: the directory that holds `latest`, or the directory of one step.
 
     Raises:
         CheckpointError: none is there, or it is not what the rules above say. The message names the file,
             and the newest checkpoint beside it that is intact (those beside it are read until one is found).
     """
-    io = io or FileIO()
     found = _resolve(path, io)
     try:
         return StepReader(found, io=io, advice=lambda: _advice(found, io))
@@ -147,12 +145,11 @@ def open_step(path: Path, *, io: FileIO | None = None) -> StepReader:
         raise CheckpointError(f"{problem}{_advice(found, io)}") from problem
 
 
-def newest_intact(directory: Path, *, io: FileIO | None = None, but: Path | None = None) -> Path | None:
+def newest_intact(directory: Path, *, io: FileIO = FileIO(), but: Path | None = None) -> Path | None:  # noqa: B008  (frozen)
     """The directory of the newest step whose every byte is what was written, other than `but`; None where there is none.
 
     The one that `latest` names is the newest, then those written last. Reads whole checkpoints until one passes.
     """
-    io = io or FileIO()
     latest = directory  # nothing that a candidate could be
     with suppress(CheckpointError):
         latest = _latest(directory, io)

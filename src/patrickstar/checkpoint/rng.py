@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import random
 from typing import Any
@@ -34,13 +33,11 @@ def capture(device: torch.device | None = None) -> dict[str, Any]:
 def capture_all(all_ranks: AllRanks, device: torch.device | None = None) -> list[dict[str, Any]]:
     """The states of all ranks, in their order, each as `capture` gives it."""
 
-    def packed() -> bytes:  # pickle by itself does not read tensors of uint32 back
-        file = io.BytesIO()
-        torch.save(capture(device), file)
-        return file.getvalue()
+    def states() -> dict[str, Any]:  # pickle by itself does not read tensors of uint32 back
+        return _pytree.tree_map_only(torch.Tensor, torch.Tensor.numpy, capture(device))
 
-    of_all = all_ranks.tell("save_checkpoint(): states of random number generators", packed)
-    return [torch.load(io.BytesIO(state), weights_only=True) for state in of_all]
+    of_all = all_ranks.tell("save_checkpoint(): states of random number generators", states)
+    return [_pytree.tree_map_only(np.ndarray, torch.from_numpy, own) for own in of_all]
 
 
 def check(tree: object, device: torch.device | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,7 +124,9 @@ def write_shard(
         writer.append(memoryview(encode_header(shard.entries)))
         for entry in shard.entries:
             pieces, nbytes = read(entry.name), 0
-            try:
+            with ExitStack() as end:
+                # A generator may hold a chunk pinned; do not leave it to the garbage collector to let go.
+                end.callback(getattr(pieces, "close", lambda: None))
                 for piece in pieces:
                     assert piece.dtype == entry.dtype, f"{entry.name}: pieces of {piece.dtype}, not {entry.dtype}"
                     assert piece.dim() == 1, f"{entry.name}: a piece of shape {tuple(piece.shape)}, expected one dim"
@@ -132,8 +134,4 @@ def write_shard(
                     nbytes += len(data)
                     assert nbytes <= entry.nbytes, f"{entry.name}: more pieces than {entry.shape} has elements"
                     writer.append(data)
-            finally:
-                # A generator may hold a chunk pinned; do not leave it to the garbage collector to let go.
-                if (close := getattr(pieces, "close", None)) is not None:
-                    close()
             assert nbytes == entry.nbytes, f"{entry.name}: pieces of {nbytes} bytes, declared as {entry.nbytes}"

@@ -125,8 +125,7 @@ class FileWriter:
 
     def _wait(self) -> None:
         if self._on_its_way is not None:
-            issued, self._on_its_way = self._on_its_way, None
-            issued.result()
+            self._on_its_way.result()
 
     def _write(self, block: memoryview, offset: int) -> None:
         assert self._fd is not None

@@ -52,9 +52,8 @@ class TensorFiles:
     @property
     def known(self) -> str:
         """The numbers, sizes and times of the files: alike wherever they are seen, and others where they are copies."""
-        return str(
-            [others for _, *others in self._identities.values()]
-        )  # a file's device has other numbers on other hosts
+        # A file's device has other numbers on other hosts.
+        return str([others for _, *others in self._identities.values()])
 
     def read(self, name: str) -> torch.Tensor:
         """One whole tensor, of the type that it has in its file, on the CPU."""

@@ -36,9 +36,8 @@ _SHARD = Kind(
 class WeightFiles(TensorFiles):
     """The tensors at a path, by name; checked but for their bytes."""
 
-    def __init__(self, path: Path, *, io: FileIO | None = None) -> None:
+    def __init__(self, path: Path, *, io: FileIO = FileIO()) -> None:  # noqa: B008  (frozen)
         """Opens the files. Raises CheckpointError: there are no files, or they are not what their headers and their index say."""
-        io = io or FileIO()
         super().__init__(path, io=io, changed="changed while weights were read from it", follows_links=True)
         weight_map, paths = _find(path, io)
         for file in paths:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -69,32 +69,29 @@ def _count(count: int) -> str:
     return f"{count / 1e6:.2f}M" if count >= 1e6 else str(count)
 
 
+@dataclass(eq=False, kw_only=True)
 class Batches:
     """Endless batches of windows of `seq_len` tokens, [batch_size, seq_len] each, shuffled anew in every epoch.
 
     The state is how many sequences have been given out, with all that must be equal for this to mean the same place. It is that of all ranks.
+
+    Attributes:
+        device: of the batches; None: the CPU. rows: those of each batch that are given out here, cut by `shard`; None: all.
     """
 
-    def __init__(
-        self,
-        tokens: Tokens,
-        *,
-        batch_size: int,
-        seq_len: int,
-        seed: int,
-        device: torch.device | None = None,
-        rows: slice = slice(None),
-        shard: Callable[[Batch], Batch] = lambda batch: batch,
-    ) -> None:
-        """Begins at the beginning. `device`: of the batches; None: the CPU. `rows`: those of each batch that are given out here, cut by `shard`."""
-        self._windows = windows_of(tokens, seq_len, "training")
-        self._identity: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len, "seed": seed}
-        self._identity["tokens"] = hashlib.sha256(tokens.tobytes()).hexdigest()
-        self._batch_size = batch_size
-        self._seed = seed
-        self._device = device
-        self._rows = range(batch_size)[rows]
-        self._shard = shard
+    tokens: Tokens = field(kw_only=False)
+    batch_size: int
+    seq_len: int
+    seed: int
+    device: torch.device | None = None
+    rows: slice | None = None
+    shard: Callable[[Batch], Batch] = lambda batch: batch
+
+    def __post_init__(self) -> None:
+        self._windows = windows_of(self.tokens, self.seq_len, "training")
+        self._identity: dict[str, Any] = {name: getattr(self, name) for name in ("batch_size", "seq_len", "seed")}
+        self._identity["tokens"] = hashlib.sha256(self.tokens.tobytes()).hexdigest()
+        self._rows = range(self.batch_size)[self.rows or slice(None)]
 
         self._position = 0
 
@@ -102,9 +99,18 @@ class Batches:
         """The next batch, in which an epoch may end."""
         count = len(self._windows)
         places = (divmod(self._position + index, count) for index in self._rows)
-        rows = self._windows[[int(_order(self._seed, epoch, count)[place]) for epoch, place in places]]
-        self._position += self._batch_size
-        return self._shard(as_batch(rows, self._device))
+        rows = self._windows[[int(_order(self.seed, epoch, count)[place]) for epoch, place in places]]
+        self._position += self.batch_size
+        return self.shard(as_batch(rows, self.device))
+
+    def held_out(self, tokens: Tokens, *, most: int) -> list[Batch]:
+        """Batches alike of another text, at most `most`, spread evenly over it, always the same ones. DataError: it is less than one window."""
+        windows = windows_of(tokens, self.seq_len, "held-out")
+        # A batch smaller than the training one would be another shape to plan for: windows repeat where text is short.
+        count = max(1, min(most, len(windows) // self.batch_size)) * self.batch_size
+        chosen = torch.tensor([index * len(windows) // count for index in range(count)])
+        rows = (windows[of_all[list(self._rows)]] for of_all in chosen.split(self.batch_size))
+        return [self.shard(as_batch(own, self.device)) for own in rows]
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self._position, **self._identity}
@@ -136,24 +142,6 @@ def as_batch(rows: torch.Tensor, device: torch.device | None = None) -> Batch:
     """A batch as causal models take it, of windows of tokens, [batch, seq]. The model shifts the labels."""
     ids = rows.to(device, torch.int64)
     return {"input_ids": ids, "labels": ids}
-
-
-def validation_batches(
-    tokens: Tokens,
-    *,
-    batch_size: int,
-    seq_len: int,
-    most: int,
-    device: torch.device | None = None,
-    rows: slice = slice(None),
-    shard: Callable[[Batch], Batch] = lambda batch: batch,
-) -> list[Batch]:
-    """Batches of held-out windows, at most `most`, spread evenly over the text, always the same ones. DataError: it is less than one window."""
-    windows = windows_of(tokens, seq_len, "held-out")
-    # A batch smaller than the training one would be another shape to plan for: windows repeat where text is short.
-    count = max(1, min(most, len(windows) // batch_size))
-    chosen = [index * len(windows) // (count * batch_size) for index in range(count * batch_size)]
-    return [shard(as_batch(windows[batch[rows]], device)) for batch in torch.tensor(chosen).split(batch_size)]
 
 
 def windows_of(tokens: Tokens, seq_len: int, which: str) -> torch.Tensor:

@@ -28,16 +28,21 @@ Advance = Callable[..., None]
 """Says how much more is done, and what it has come to: `advance(more, text="")`."""
 
 
-class Display:
-    """Says things to a person, in a way that fits where the person looks."""
+class Display(logging.Handler):
+    """Says things to a person, in a way that fits where the person looks: the library's messages too, above a progress bar instead of through it."""
 
     def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(logging.INFO)
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._clock = clock
 
     def note(self, text: str) -> None:
         """A line that stays."""
         self._console.print(text, markup=False)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        self.note(f"{prefix}{record.getMessage()}")
 
     @contextmanager
     def progress(self, title: str, total: int, *, done: int = 0) -> Iterator[Advance]:
@@ -91,26 +96,11 @@ class Display:
         )
 
 
-class NoteHandler(logging.Handler):
-    """Sends the library's messages where everything else is said, above a progress bar instead of through it."""
-
-    def __init__(self, display: Display) -> None:
-        super().__init__(logging.INFO)
-        self._display = display
-
-    def emit(self, record: logging.LogRecord) -> None:
-        prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        self._display.note(f"{prefix}{record.getMessage()}")
-
-
 def step_text(step: Row, held: Mapping[str, int], budgets: Budgets) -> str:
     """A step's row in a line: its loss and speed, and what each tier holds now."""
-    parts = [f"loss {step['loss']:.4f}", f"{step['tokens_per_second']:.0f} tokens/s"]
-    for tier, nbytes in held.items():
-        if nbytes:
-            budget = _of(budgets, tier)
-            parts.append(f"{tier} {format_bytes(nbytes)}" + (f" of {budget}" if budget else ""))
-    return "  ".join(parts)
+    budgeted = {tier: f" of {_of(budgets, tier)}" for tier in budgets}
+    tiers = [f"{tier} {format_bytes(n)}{budgeted.get(tier, '')}" for tier, n in held.items() if n]
+    return "  ".join([f"loss {step['loss']:.4f}", f"{step['tokens_per_second']:.0f} tokens/s", *tiers])
 
 
 def _of(budgets: Budgets, tier: str) -> str:

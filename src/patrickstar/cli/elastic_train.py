@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ import torch
 from rich.console import Console
 
 import patrickstar
-from patrickstar.cli.batches import prepare_data, windows_of
+from patrickstar.cli.batches import as_batch, prepare_data, windows_of
 from patrickstar.cli.display import Display, EventLog, step_text
 from patrickstar.cli.predict import manage_arguments
 from patrickstar.cli.request import Request
 from patrickstar.cli.run import build_deferred, computing_device
-from patrickstar.comm.job import SIZES
 from patrickstar.config.kinds import refuse
 from patrickstar.elastic.job_directory import JobDirectory
 from patrickstar.elastic.rank_process import threads_of
@@ -45,29 +43,6 @@ def supervise(sizes: str, *, save_every: int | None, directory: Path | None, wor
     return Supervisor(request, JobDirectory(directory or Path("runs") / f"elastic-{os.getpid()}")).run()
 
 
-def is_rank() -> bool:
-    """Tells whether this process is one of a job."""
-    return SIZES in os.environ
-
-
-@dataclass(frozen=True, slots=True)
-class _Windows:
-    """Windows of tokens as a dataset. `device`: of the batches."""
-
-    rows: torch.Tensor
-    device: torch.device
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.rows[index]
-
-    def batch(self, rows: list[torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        ids = torch.stack(rows).to(self.device, torch.int64)
-        return {"input_ids": ids, "labels": ids}
-
-
 def run_parts(request: Request, parts: int) -> int:
     """Trains as a rank of an elastic job, or as one process; gives the exit status. patrickstar.Error: whatever keeps it from training."""
     display = Display(None if os.environ.get("RANK", "0") == "0" else Console(quiet=True))
@@ -76,13 +51,18 @@ def run_parts(request: Request, parts: int) -> int:
     data = prepare_data(
         request.data, vocab_size=config.vocab_size, own_tokenizer=request.source.tokenizer, display=display
     )
-    windows = _Windows(windows_of(data.train, request.seq_len, "training"), computing_device(request.arguments))
+    windows, device = windows_of(data.train, request.seq_len, "training"), computing_device(request.arguments)
     optimizer = build_optimizer(model.parameters(), request.optimizer)
     session = patrickstar.manage(model, optimizer, **manage_arguments(request.arguments), max_grad_norm=request.clip)
     assert session.optimizer is not None
     bases = [float(group["lr"]) for group in optimizer.param_groups]
     steps = session.steps(
-        windows, request.batch_size, parts, total=request.steps, seed=request.seed, collate_fn=windows.batch
+        windows,
+        request.batch_size,
+        parts,
+        total=request.steps,
+        seed=request.seed,
+        collate_fn=lambda rows: as_batch(torch.stack(rows), device),
     )
     with EventLog(request.log_json, append=True) as log, display.progress("step", request.steps) as advance:
         for step in steps:

@@ -16,6 +16,7 @@ from patrickstar.config.arguments import MemoryOptions, check_arguments
 from patrickstar.config.options import Options
 from patrickstar.errors import ConfigError
 
+MEMORY: Final = ("device", "precision", "device_memory", "host_memory", "disk", "disk_memory", "step")
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 
@@ -32,9 +33,8 @@ class Invocation:
 
 def memory_of(given: Mapping[str, Any]) -> MemoryOptions:
     """The memory options among all flags of a verb, with clipping and accumulation, as `patrickstar.manage` takes them."""
-    names = ("device", "precision", "device_memory", "host_memory", "disk", "disk_memory", "step")
     options = Options(accumulate=given["accumulate"])
-    return check_arguments(**{name: given[name] for name in names}, max_grad_norm=given["clip"], options=options)
+    return check_arguments(**{name: given[name] for name in MEMORY}, max_grad_norm=given["clip"], options=options)
 
 
 def expect_rows(batch_size: int, ranks: int) -> None:

@@ -129,8 +129,9 @@ class TrainingRun:
         before = session.stats()
         started = time.perf_counter()
         scaler = session.scaler
-        own = accumulate_gradients(self.model, self.batches, request.accumulate, scale=scaler.scale)
-        loss = self.world.mean(own, "the loss")
+        times = request.accumulate
+        losses = [backward(self.model, self.batches, times, scale=scaler.scale) for _ in range(times)]
+        loss = self.world.mean(sum(losses) / times, "the loss")
         if request.clip is not None:
             scaler.unscale_(session.optimizer)
         # What `manage(max_grad_norm=)` does at every step, here for the norm that it gives.
@@ -139,7 +140,7 @@ class TrainingRun:
         scaler.update()
         session.optimizer.zero_grad()
         seconds = time.perf_counter() - started
-        tokens = request.batch_size * request.seq_len * request.accumulate
+        tokens = request.batch_size * request.seq_len * times
 
         stats = session.stats()
         if stats.steps > before.steps:  # in fp16 a step may be skipped
@@ -174,24 +175,13 @@ class TrainingRun:
             self.display.note(f"saved {where}")
 
 
-def accumulate_gradients(
-    model: nn.Module,
-    batches: Batches,
-    accumulate: int,
-    *,
-    scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
-) -> float:
-    """Forward and backward of one step's micro-batches, of losses that are scaled; gives the mean of those that are not.
-
-    Every micro-batch has the same number of tokens, so `loss / accumulate` is what one large batch would have given.
-    """
-    return sum(backward(model, batches, accumulate, scale=scale) for _ in range(accumulate)) / accumulate
-
-
 def backward(
     model: nn.Module, batches: Batches, accumulate: int, *, scale: Callable[[torch.Tensor], torch.Tensor]
 ) -> float:
-    """Forward and backward of one of so many micro-batches; gives its loss."""
+    """Forward and backward of one of a step's micro-batches, of its scaled loss; gives the one that is not.
+
+    Every micro-batch has the same number of tokens, so `loss / accumulate` is what one large batch would have given.
+    """
     loss = model(**batches.next()).loss
     scale(loss if accumulate == 1 else loss / accumulate).backward()
     return float(loss.item())

@@ -11,9 +11,7 @@
 from __future__ import annotations
 
 import importlib
-import os
 import signal
-import sys
 import traceback
 from collections.abc import Sequence
 from types import MappingProxyType
@@ -43,19 +41,12 @@ class _Verbs(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         return list(VERBS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         if cmd_name not in VERBS:
-            return None
+            ctx.fail(f"no verb {cmd_name!r}: there are {', '.join(VERBS)}{nearest(cmd_name, VERBS)}")
         command = getattr(importlib.import_module(VERBS[cmd_name]), cmd_name)
         assert isinstance(command, click.Command)
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in VERBS and not args[0].startswith("-"):
-            ctx.fail(f"no verb {args[0]!r}: there are {', '.join(VERBS)}{nearest(args[0], VERBS)}")
-        return super().resolve_command(ctx, args)
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -81,14 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None, invocation: Invocation) -> int:
     try:
-        status = cli.main(
-            args=None if arguments is None else list(arguments),
-            prog_name="patrickstar",
-            standalone_mode=False,
-            obj=invocation,
-        )
-    except Stopped as stopped:
-        return stopped.status
+        status = cli.main(arguments, prog_name="patrickstar", standalone_mode=False, obj=invocation)
     except click.Abort:
         return 130
     except click.exceptions.NoArgsIsHelpError as help_text:
@@ -98,10 +82,6 @@ def _run(arguments: Sequence[str] | None, invocation: Invocation) -> int:
         context = getattr(error, "ctx", None)
         where = f" (see `{context.command_path} --help`)" if context else ""
         return _refuse(error, invocation, text=f"{error.format_message()}{where}", status=error.exit_code)
-    except BrokenPipeError:
-        # Whoever read our output has gone: there is nobody left to tell. Python would complain at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except Exception as error:
         status = 3 if isinstance(error, BudgetError) else 2 if isinstance(error, ConfigError) else 1
         return _refuse(error, invocation, text=_of_exception(error), status=status)

@@ -72,11 +72,11 @@ class Shape:
             "num_attention_heads": self.heads,
         }
         if self.family == "gpt2":
-            last = self.vocab - 1
-            return settings | {"bos_token_id": last, "eos_token_id": last} | dict.fromkeys(_GPT2_DROPOUTS, 0.0)
+            settings |= dict.fromkeys(("bos_token_id", "eos_token_id"), self.vocab - 1)
+            return settings | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         if self.family == "bert":
             settings |= {"is_decoder": True, "intermediate_size": 4 * self.hidden}
-            return settings | dict.fromkeys(_BERT_DROPOUTS, 0.0)
+            return settings | dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
         settings |= {"intermediate_size": self.ffn, "num_key_value_heads": self.kv_heads, "rms_norm_eps": self.eps}
         settings |= {"tie_word_embeddings": self.tied, "bos_token_id": 1, "eos_token_id": 2}
         settings["rope_parameters"] = {"rope_type": "default", "rope_theta": self.theta}
@@ -86,9 +86,6 @@ class Shape:
             settings["sliding_window"] = None
         return settings
 
-
-_GPT2_DROPOUTS: Final = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-_BERT_DROPOUTS: Final = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 
 MODELS: Final[Mapping[str, Shape]] = MappingProxyType(
     {
@@ -146,15 +143,6 @@ MODELS: Final[Mapping[str, Shape]] = MappingProxyType(
 )
 
 
-def shape_named(name: str) -> Shape:
-    """The shape that has a given name. ConfigError: there is none; names the nearest."""
-    if name in MODELS:
-        return MODELS[name]
-    raise ConfigError(
-        f"--model {name}: no name that `patrickstar models` lists, no configuration (FILE.json), no directory{nearest(name, MODELS)}"
-    )
-
-
 class ModelError(Error):
     """A model's files hold something other than what they should."""
 
@@ -169,14 +157,18 @@ class ModelSource:
 
     @classmethod
     def find(cls, name: str) -> ModelSource:
-        """The source that `--model NAME|DIR|FILE.json` means; a directory or file goes first. ConfigError: nothing of that name."""
+        """The source that `--model NAME|DIR|FILE.json` means; a directory or file goes first. ConfigError: none such; names the nearest."""
         path = Path(name)
         if path.is_file():
             return cls(name, read_json(path, what="--model"))
         if not path.is_dir():
             if path.suffix == ".json" or len(path.parts) > 1:
                 raise ConfigError(f"--model {name}: no such file or directory")
-            return cls(name, shape_named(name).settings())
+            if name not in MODELS:
+                raise ConfigError(
+                    f"--model {name}: no name that `patrickstar models` lists, no configuration (FILE.json), no directory{nearest(name, MODELS)}"
+                )
+            return cls(name, MODELS[name].settings())
         config = path / "config.json"
         if not config.is_file():
             raise ConfigError(f"--model {path}: the directory has no config.json")

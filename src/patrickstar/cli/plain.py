@@ -53,14 +53,11 @@ class PlainPrecision:
         whole: paths of modules that stay fp32 whole, and of all inside of them. loss_scale: of losses; None: they are not scaled.
     """
 
-    kept: torch.dtype
-    compute: torch.dtype
-    gradient: torch.dtype
+    kept: torch.dtype = torch.float32
+    compute: torch.dtype = torch.float32
+    gradient: torch.dtype = torch.float32
     whole: Collection[str] = ()
     loss_scale: LossScale | None = None
-
-
-PLAIN_FP32 = PlainPrecision(kept=torch.float32, compute=torch.float32, gradient=torch.float32)
 
 
 @dataclass(eq=False)
@@ -77,7 +74,7 @@ class PlainRun:
     schedule: Rates
     clip: float | None
     accumulate: int
-    precision: PlainPrecision = PLAIN_FP32
+    precision: PlainPrecision
 
     def __post_init__(self) -> None:
         model, precision = self.model, self.precision

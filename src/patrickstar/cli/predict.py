@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from patrickstar.cli.flags import MEMORY
 from patrickstar.cli.together import Together
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.shard_layout import RankOf
@@ -63,8 +64,7 @@ def with_precision(arguments: MemoryOptions, has: Resources) -> tuple[MemoryOpti
 
 def manage_arguments(arguments: MemoryOptions) -> dict[str, Any]:
     """Checked arguments as `manage` takes them: the loop clips by itself, those of later versions stay as they are."""
-    names = ("device", "precision", "device_memory", "host_memory", "disk", "disk_memory", "step", "weights", "options")
-    return {name: getattr(arguments, name) for name in names}
+    return {name: getattr(arguments, name) for name in (*MEMORY, "weights", "options")}
 
 
 def forecast_row(forecast: Forecast) -> dict[str, Any]:

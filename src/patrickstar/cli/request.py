@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from patrickstar.cli.flags import MEMORY
 from patrickstar.cli.models import ModelSource
 from patrickstar.cli.together import Together
 from patrickstar.config.arguments import MemoryOptions
@@ -27,9 +28,8 @@ LOWEST: Final = 0.1
 
 _PRECISIONS: Final = ("fp16.enabled", "bf16.enabled", "bfloat16.enabled", "patrickstar.precision")
 # The key that says what a flag says; and others that a flag stands in the place of, sections as a whole.
-_OWN: Final = ("device", "precision", "device_memory", "host_memory", "disk", "disk_memory", "step")
 _KEYS: Final = MappingProxyType(
-    {name: f"patrickstar.{name}" for name in _OWN}
+    {name: f"patrickstar.{name}" for name in MEMORY}
     | {"batch_size": "train_micro_batch_size_per_gpu", "accumulate": "gradient_accumulation_steps"}
     | {"clip": "gradient_clipping", "lr": "optimizer.params.lr"}
 )
@@ -60,11 +60,6 @@ class WarmupSchedule:
             return 1.0
         share = min(1.0, (step - self.warmup) / (self.steps - self.warmup))
         return LOWEST + (1 - LOWEST) * 0.5 * (1 + math.cos(math.pi * share))
-
-    @property
-    def rates(self) -> Rates:
-        """The rates that the factor makes of the optimizer's own."""
-        return Rates(lambda done, base: base * self.factor(done))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +93,10 @@ class Request:
 
     @property
     def rates(self) -> Rates:
-        """The rates of the config's scheduler, where it has one, else of the flags."""
+        """The rates of the config's scheduler, where it has one, else those that the factor of the flags makes of the optimizer's own."""
         of_config = None if self.configuration is None else self.configuration.settings.schedule
-        return self.warmup.rates if of_config is None else rates_of(of_config)
+        own = Rates(lambda done, base: base * self.warmup.factor(done))
+        return own if of_config is None else rates_of(of_config)
 
     @property
     def optimizer(self) -> OptimizerSettings:

@@ -18,8 +18,9 @@ from torch import nn
 import patrickstar
 from patrickstar.checkpoint import rng
 from patrickstar.checkpoint.reader import saved_steps
-from patrickstar.cli.batches import VALIDATION_BATCHES, Batch, Batches, Data, prepare_data, validation_batches
-from patrickstar.cli.display import Display, EventLog, NoteHandler
+from patrickstar.cli.batches import VALIDATION_BATCHES, Batch, Batches, Data, prepare_data
+from patrickstar.cli.display import Display, EventLog
+from patrickstar.cli.flags import MEMORY
 from patrickstar.cli.loop import LOSSES, TrainingRun, validation_loss
 from patrickstar.cli.models import check_length
 from patrickstar.cli.plain import Comparison, ManagedRun, PlainPrecision, PlainRun, Scaling, compare_plain, digests
@@ -57,10 +58,9 @@ def run(request: Request, signals: StopSignals, world: World) -> int:
                 request.data, vocab_size=config.vocab_size, own_tokenizer=request.source.tokenizer, display=display
             )
             device = computing_device(request.arguments)
-            own: dict[str, Any] = {**request.shape, "device": device, "rows": world.rows(request.batch_size)}
-            own["shard"] = request.together.shard
-            batches = Batches(data.train, seed=request.seed, **own)
-            validation = validation_batches(data.held_out, most=VALIDATION_BATCHES, **own)
+            rows, shard = world.rows(request.batch_size), request.together.shard
+            batches = Batches(data.train, **request.shape, seed=request.seed, device=device, rows=rows, shard=shard)
+            validation = batches.held_out(data.held_out, most=VALIDATION_BATCHES)
         world.expect_alike(
             {"the text, the model or the flags": batches.state_dict(), "the checkpoints": resuming},
             "all ranks are given the same ones, and on every machine they are the same",
@@ -69,8 +69,7 @@ def run(request: Request, signals: StopSignals, world: World) -> int:
         log.write({"event": "start", "mesh": mesh, "config": _config(request, data, world), **start_row(forecast)})
         beside = "" if world.size == 1 else f" a rank, {world.size} ranks"
         display.note(f"computes on {_name_of(request.arguments, device)}{beside}")
-        parts: dict[str, Any] = {"log": log, "display": display, "signals": signals, "world": world}
-        training = TrainingRun(request, model, batches, **parts)
+        training = TrainingRun(request, model, batches, log=log, display=display, signals=signals, world=world)
         managed = _train(training, validation, forecast, resuming=resuming)
         if training.stopped is not None:
             return training.stopped
@@ -134,9 +133,19 @@ def _train(training: TrainingRun, validation: Sequence[Batch], forecast: Forecas
 
 def _compare(request: Request, data: Data, display: Display, managed: ManagedRun, world: World) -> Comparison:
     """Runs the steps of all ranks in plain PyTorch, on each of them."""
-    device = computing_device(request.arguments)
+    arguments = request.arguments
+    device = computing_device(arguments)
     _seed(request.seed)
     model = request.source.build().to(device)
+    kept = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[str(arguments.precision)]
+    found = find_precision(arguments, model, find_resources(arguments))
+    precision = PlainPrecision(
+        kept=kept,
+        compute=found.compute,
+        gradient=kept if request.accumulate == 1 else torch.float32,
+        whole=found.whole,
+        loss_scale=(arguments.options.loss_scale or patrickstar.LossScale()) if found.scales else None,
+    )
     alike: dict[str, Any] = {**request.shape, "seed": request.seed, "device": device}
     rows = [world.rows(request.batch_size, rank) for rank in range(world.size)]
     run = PlainRun(
@@ -146,22 +155,10 @@ def _compare(request: Request, data: Data, display: Display, managed: ManagedRun
         schedule=request.rates,
         clip=request.clip,
         accumulate=request.accumulate,
-        precision=_plain_precision(model, request.arguments, accumulate=request.accumulate),
+        precision=precision,
     )
     with display.progress("plain PyTorch", len(managed.losses)) as advance:
         return compare_plain(run, managed, advance=advance)
-
-
-def _plain_precision(model: nn.Module, arguments: MemoryOptions, *, accumulate: int) -> PlainPrecision:
-    kept = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[str(arguments.precision)]
-    found = find_precision(arguments, model, find_resources(arguments))
-    return PlainPrecision(
-        kept=kept,
-        compute=found.compute,
-        gradient=kept if accumulate == 1 else torch.float32,
-        whole=found.whole,
-        loss_scale=(arguments.options.loss_scale or patrickstar.LossScale()) if found.scales else None,
-    )
 
 
 def computing_device(arguments: MemoryOptions) -> torch.device:
@@ -209,7 +206,6 @@ def _validate(training: TrainingRun, batches: Sequence[Batch]) -> float:
 def _config(request: Request, data: Data, world: World) -> dict[str, Any]:
     """Entries of the log about what was asked for."""
     flags = ("steps", "batch_size", "seq_len", "accumulate", "clip", "seed", "resume")
-    given = ("device", "precision", "device_memory", "host_memory", "disk_memory", "step")
     disk, configuration = request.arguments.disk, request.configuration
     of_config = None if configuration is None else configuration.settings.schedule
     return {
@@ -223,7 +219,7 @@ def _config(request: Request, data: Data, world: World) -> dict[str, Any]:
         "lr": request.optimizer.lr,
         "schedule": request.warmup.kind if of_config is None else of_config.name,
         "warmup": request.warmup.warmup if of_config is None else None,
-        **{name: getattr(request.arguments, name) for name in given},
+        **{name: getattr(request.arguments, name) for name in MEMORY},
         "disk": None if disk is None else str(disk),
         "ranks": world.size,
     }
@@ -248,14 +244,13 @@ def _summary(training: TrainingRun, forecast: Forecast) -> dict[str, Any]:
 def _messages_to(display: Display) -> Iterator[None]:
     """The library's messages, said by the display."""
     logger = logging.getLogger("patrickstar")
-    handler = NoteHandler(display)
     level, propagate = logger.level, logger.propagate
-    logger.addHandler(handler)
+    logger.addHandler(display)
     logger.setLevel(logging.INFO)
     logger.propagate = False
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        logger.removeHandler(display)
         logger.setLevel(level)
         logger.propagate = propagate

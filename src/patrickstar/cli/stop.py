@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Final
 
@@ -24,27 +24,21 @@ class Stopped(BaseException):
         self.status = status
 
 
-class StopSignals:
+class StopSignals(ExitStack):
     """The handlers of both signals, for the duration of a `with` block."""
 
-    requested: int | None
-    """The exit status that a signal received inside `deferring()` asks for."""
-
     def __init__(self) -> None:
-        self.requested = None
+        super().__init__()
+        self.requested: int | None = None
+        """The exit status that a signal received inside `deferring()` asks for."""
         self._deferred: Callable[[str], None] | None = None
-        self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopSignals:
         # Python runs handlers in the main thread only; elsewhere whoever owns that thread decides what a signal does.
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                self._previous[number] = signal.signal(number, self._receive)
+                self.callback(signal.signal, number, signal.signal(number, self._receive))
         return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned, it takes
 
     @contextmanager
     def deferring(self, say: Callable[[str], None]) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -29,13 +29,14 @@ class Together:
     """A way for ranks to share one batch. The mesh is of the rest of the world, `dp`, and of these, once they have begun.
 
     Attributes:
-        context: `--context-parallel`. method: `--sequence-method`. q: of `--tensor-2d` QxQ.
+        context: `--context-parallel`. method: `--sequence-method`. q: of `--tensor-2d` QxQ. sizes: of the mesh's dimensions, by name.
     """
 
     context: int = 1
     method: str = METHODS[0]
     q: int = 1
     mesh: DeviceMesh | None = field(default=None, init=False)
+    sizes: Mapping[str, int] = field(default_factory=dict, init=False)
     shard: Callable[[Batch], Batch] = field(default=lambda batch: batch, init=False)
 
     @classmethod
@@ -64,29 +65,21 @@ class Together:
         by_context = f"--context-parallel {self.context}" if self.context > 1 else ""
         return f"--tensor-2d {self.q}x{self.q}" if self.q > 1 else by_context
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Sizes of the mesh's dimensions, by name."""
-        names = () if self.mesh is None else self.mesh.mesh_dim_names or ()
-        return {name: self.mesh.size(dim) for dim, name in enumerate(names) if self.mesh is not None}
-
     def begin(self, model: nn.Module, *, ranks: int) -> None:
         """Makes a model this rank's part of what works together. All ranks do it, once there is a process group."""
         from torch.distributed.device_mesh import init_device_mesh
 
         from patrickstar.parallel import ContextParallel, Tensor2D
 
-        rest = ranks // self.size
-        if self.q > 1:
-            self.mesh = init_device_mesh("cpu", (rest, self.q, self.q), mesh_dim_names=("dp", "row", "col"))
-            blocks = Tensor2D(self.mesh["row", "col"])
-            blocks.parallelize(model)
-            self.shard = blocks.shard
-        elif self.context > 1:
-            self.mesh = init_device_mesh("cpu", (rest, self.context), mesh_dim_names=("dp", "cp"))
-            tokens = ContextParallel(self.mesh["cp"], self.method)  # type: ignore[arg-type]  # of METHODS
-            tokens.parallelize(model)
-            self.shard = tokens.shard
+        if not self.flag:
+            return
+        inner = {"row": self.q, "col": self.q} if self.q > 1 else {"cp": self.context}
+        self.sizes = {"dp": ranks // self.size, **inner}
+        self.mesh = init_device_mesh("cpu", tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
+        own = self.mesh[tuple(inner)]
+        way = Tensor2D(own) if self.q > 1 else ContextParallel(own, self.method)  # type: ignore[arg-type]  # of METHODS
+        way.parallelize(model)
+        self.shard = way.shard
 
     @contextmanager
     def imagined(self, model: nn.Module, *, ranks: int) -> Iterator[None]:

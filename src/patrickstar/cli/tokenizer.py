@@ -33,31 +33,21 @@ _CACHE_FORMAT: Final = "1"
 
 
 @dataclass(frozen=True, slots=True)
-class ByteTokenizer:
-    """Every byte of the UTF-8 text is a token; the one after the bytes, where there is one, separates documents."""
+class Tokenizer:
+    """Gives the tokens of documents, and the one between two of them where the vocabulary has one.
+
+    `library`: a tokenizer of that library, trained here or come with a model's weights; None: every byte of the UTF-8 text is a token.
+    """
 
     separator: int | None
     description: str = "bytes"
+    library: Any = None
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
-
-
-@dataclass(frozen=True, slots=True)
-class LibraryTokenizer:
-    """A tokenizer of the `tokenizers` library: trained here, or the one that came with a model's weights."""
-
-    tokenizer: Any
-    separator: int | None
-    description: str
-
-    def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        if self.library is None:
+            return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
+        encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
-
-
-Tokenizer = ByteTokenizer | LibraryTokenizer
-"""Gives the tokens of documents, and the one between two of them where the vocabulary has one."""
 
 
 def make_tokenizer(corpus: Corpus, *, vocab_size: int, own: Path | None = None) -> Tokenizer:
@@ -72,7 +62,7 @@ def make_tokenizer(corpus: Corpus, *, vocab_size: int, own: Path | None = None) 
     if vocab_size < BYTES:
         raise ConfigError(f"the model has {vocab_size} tokens; text needs at least the {BYTES} bytes")
     if vocab_size <= ENOUGH_FOR_BYTES:
-        return ByteTokenizer(BYTES if vocab_size > BYTES else None)
+        return Tokenizer(BYTES if vocab_size > BYTES else None)
     home = os.environ.get("XDG_CACHE_HOME") or f"{os.environ.get('HOME', '')}/.cache"
     what = f"{_CACHE_FORMAT} {tokenizers.__version__} {vocab_size} {corpus.digest}"
     file = Path(home) / "patrickstar" / f"tokenizer-{hashlib.sha256(what.encode()).hexdigest()[:32]}.json"
@@ -80,7 +70,7 @@ def make_tokenizer(corpus: Corpus, *, vocab_size: int, own: Path | None = None) 
     if tokenizer is None:
         tokenizer = _train(corpus, vocab_size)
         _write_cached(file, tokenizer)
-    return LibraryTokenizer(tokenizer, tokenizer.token_to_id(END_OF_TEXT), f"byte-level BPE of {vocab_size} tokens")
+    return Tokenizer(tokenizer.token_to_id(END_OF_TEXT), f"byte-level BPE of {vocab_size} tokens", tokenizer)
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], *, advance: Callable[[int], None]) -> Tokens:
@@ -95,7 +85,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], *, advance: Callable[[int
     return np.concatenate(pieces) if pieces else end
 
 
-def _own(path: Path, vocab_size: int) -> LibraryTokenizer:
+def _own(path: Path, vocab_size: int) -> Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception for a damaged file
@@ -106,7 +96,7 @@ def _own(path: Path, vocab_size: int) -> LibraryTokenizer:
     count = tokenizer.get_vocab_size()
     if count > vocab_size:
         raise DataError(f"{path}: {count} tokens, but the model has {vocab_size}")
-    return LibraryTokenizer(tokenizer, tokenizer.token_to_id(END_OF_TEXT), f"the model's own tokenizer, {count} tokens")
+    return Tokenizer(tokenizer.token_to_id(END_OF_TEXT), f"the model's own tokenizer, {count} tokens", tokenizer)
 
 
 def _train(corpus: Corpus, vocab_size: int) -> Any:

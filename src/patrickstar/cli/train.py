@@ -76,7 +76,7 @@ def train(invocation: flags.Invocation, **given: Any) -> int:
         configuration = configure(given["config"], given, explicit=explicit, ranks=world.size)
         arguments = configuration.memory
         given |= configuration.flags
-    steps, warmup = given["steps"], given["warmup"]
+    steps, warmup, elastic = given["steps"], given["warmup"], given["elastic"]
     together = Together.of(given, ranks=world.size)
     world.together = together.size
     _check_together(given, ranks=world.size // together.size)
@@ -85,30 +85,25 @@ def train(invocation: flags.Invocation, **given: Any) -> int:
             f"--compare-plain with {together.flag}: sums of several ranks have another order, and other bits"
         )
     source = ModelSource.find(given["model"])
-    if not given["resume"] and given["elastic"] is None:
+    if not given["resume"] and elastic is None:
         _check_unused(given["checkpoint_dir"])
-    if invocation.may_reexecute and given["elastic"] is None:
+    if invocation.may_reexecute and elastic is None:
         under_tcmalloc(device=arguments.device, host_memory=arguments.host_memory)
 
-    if given["elastic"] is not None or given["parts"] is not None:
-        from patrickstar.cli import elastic_train
+    given |= {"source": source, "arguments": arguments, "configuration": configuration, "together": together}
+    warmup = min(100, steps // 10) if warmup is None else warmup
+    given["warmup"] = WarmupSchedule(given["schedule"], warmup, steps)
+    request = Request(**{field.name: given[field.name] for field in fields(Request)})
+    if elastic is None and given["parts"] is None:
+        from patrickstar.cli.run import run
 
-        if given["elastic"] is not None and not elastic_train.is_rank():
-            return elastic_train.supervise(given["elastic"], **_of_job(given), words=sys.argv[2:])
-    from patrickstar.cli.run import run
+        return run(request, invocation.signals, world)
+    from patrickstar.cli.elastic_train import run_parts, supervise
+    from patrickstar.comm.job import SIZES
 
-    parts: dict[str, Any] = {
-        "source": source,
-        "arguments": arguments,
-        "configuration": configuration,
-        "together": together,
-        "warmup": WarmupSchedule(given["schedule"], min(100, steps // 10) if warmup is None else warmup, steps),
-    }
-    parts |= {field.name: given[field.name] for field in fields(Request) if field.name not in parts}
-    request = Request(**parts)
-    if given["elastic"] is not None or given["parts"] is not None:
-        return elastic_train.run_parts(request, given["parts"] or int(given["elastic"].partition(":")[2]))
-    return run(request, invocation.signals, world)
+    if elastic is not None and SIZES not in os.environ:  # this process is no rank of a job
+        return supervise(elastic, **_of_job(given), words=sys.argv[2:])
+    return run_parts(request, given["parts"] or int(elastic.partition(":")[2]))
 
 
 def _of_job(given: dict[str, Any]) -> dict[str, Any]:
