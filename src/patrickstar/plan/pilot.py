@@ -108,8 +108,7 @@ class Pilot:
         state, found = self.state, tuple(touches)
         if state.compute is Tier.HOST:
             return found
-        refs = {touch.ref for touch in found}
-        below = {ref for ref in refs if not (state.is_free(ref) or state.is_newest(ref, state.compute))}
+        below = {ref for ref, _, _ in found if not (state.is_free(ref) or state.is_newest(ref, state.compute))}
         room = capacity_of(state, 0, host_bytes=self.host_bytes)[Tier.HOST]
         if sum(state.slots[ref] for ref in below if state.home[ref] is Tier.DISK) > room:
             return found
