@@ -38,7 +38,7 @@ PLANNING: tuple[Mutant, ...] = (
         without("ref not in gone"),
         f"{REPEATS}::test_what_the_last_moment_needs_besides_what_leaves_is_taken_from_what_was_there",
     ),
-    Fault("what-makes-room-leaves-none-for-what-comes-early", "plan.make:_before").by(
+    Fault("what-makes-room-leaves-none-for-what-comes-early", "plan.make:make_plan").by(
         without("spare_slots="), f"{OVERLAP}::test_what_makes_room_for_early_transfers_leaves_one_slot_of_eight"
     ),
     Fault("what-has-to-be-there-is-no-room-for-what-comes-early", "plan.make_room:_choose").by(

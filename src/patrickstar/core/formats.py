@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -21,7 +21,6 @@ class PlaneFormat:
 
 _FP32: Final = PlaneFormat("float32", 4)
 _FP32_PLANES: Final = MappingProxyType(dict.fromkeys((WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ), _FP32))
-_FROZEN_FP32: Final = MappingProxyType({WEIGHT: _FP32})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +38,8 @@ class Formats:
     thawed: frozenset[int] = frozenset()
     widened: frozenset[int] = frozenset()
 
-    _widened: Mapping[str, PlaneFormat] = field(init=False, repr=False, compare=False)
-    _frozen: Mapping[str, PlaneFormat] = field(init=False, repr=False, compare=False)
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "planes", MappingProxyType(dict(self.planes)))
-        object.__setattr__(self, "_widened", MappingProxyType({**self.planes, GRAD: _FP32}))
-        object.__setattr__(self, "_frozen", MappingProxyType({WEIGHT: self.frozen}))
 
     def thaw(self, chunks: Iterable[int]) -> Formats:
         """The formats with the given chunks trained."""
@@ -64,10 +58,10 @@ class Formats:
         """The planes of one chunk."""
         whole = layout.is_whole(chunk)
         if layout.has_frozen and layout.is_frozen(chunk) and chunk not in self.thawed:
-            return _FROZEN_FP32 if whole else self._frozen
+            return {WEIGHT: _FP32 if whole else self.frozen}
         if whole:
             return _FP32_PLANES
-        return self._widened if chunk in self.widened else self.planes
+        return {**self.planes, GRAD: _FP32} if chunk in self.widened else self.planes
 
     def of(self, ref: PlaneRef, layout: Layout) -> PlaneFormat:
         """The format of a unit."""

@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
-from patrickstar.core.trace import Moment, Trace
+from patrickstar.core.trace import Moment, Touch, Trace
 from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work, WorkKind
 from patrickstar.plan.plan import Plan, Snapshot
 
@@ -113,28 +113,24 @@ class _Updates:
     _histories: dict[PlaneRef, _History]
     _compute: Tier
     _found: _Found
-    _under_way: dict[Work, Moment] = field(default_factory=dict)
+    _under_way: dict[Work, tuple[Touch, ...]] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
 
     def act(self, at: _At, action: Issue | Wait, moment: Moment) -> None:
-        update = action.work
-        if isinstance(action, Issue):
-            self._begin(at, update, moment)
-        elif update not in self._under_way:
-            self._found.add(at, 10, f"{action}: no such update has begun")
-        else:
-            for touch in self._under_way.pop(update).touches:
+        update, chunk = action.work, action.of.chunk
+        if isinstance(action, Wait):
+            if update not in self._under_way:
+                self._found.add(at, 10, f"{action}: no such update has begun")
+            for touch in self._under_way.pop(update, ()):
                 self._histories[touch.ref].end_update(at, update)
-
-    def _begin(self, at: _At, update: Work, moment: Moment) -> None:
-        chunk = update.of.chunk
+            return
         if chunk in self.begun:
             self._found.add(at, 10, f"{update}: it has been done")
         if moment.updates != chunk or (moment.update_tier or self._compute) is not update.tier:
             self._found.add(at, 10, f"{update}: this is not its moment")
             return
         self.begun.add(chunk)
-        self._under_way[update] = moment
+        self._under_way[update] = moment.touches
         for touch in moment.touches:
             self._histories[touch.ref].begin_update(at, update)
 

@@ -61,16 +61,13 @@ def make_room(
     needed = dict.fromkeys(touch.ref for touch in touches if touch.tier in (None, compute))
     below = {touch.ref: touch.writes for touch in touches if touch.tier not in (None, compute)}
     # Transfers that must be over first: those by which something comes, and those of what is written. By unit, where they go.
-    landing = (
-        {
-            touch.ref: flight[1]
-            for touch in touches
-            if (flight := state.flight(touch.ref))
-            and (touch.writes or not state.is_newest(touch.ref, touch.tier or compute))
-        }
-        if state.under_way
-        else {}
-    )
+    landing = {
+        ref: flight[1]
+        for ref, writes, tier in touches
+        if ref in state.under_way
+        and (flight := state.flight(ref))
+        and (writes or not state.is_newest(ref, tier or compute))
+    }
     missing = sorted(ref for ref in needed if not state.is_newest(ref, compute) and landing.get(ref) is not compute)
     keep = {**needed, **dict.fromkeys(held)}
     spent = sorted(ref for ref in stale[compute] if ref not in keep or ref in missing)

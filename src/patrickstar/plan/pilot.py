@@ -161,10 +161,10 @@ class Pilot:
             state = state.copy()
             for wait in waits:
                 apply(state, wait)
-        order = self._order(self.stretch)
-        return [*waits, *make_room(state, touches=touches, held=held, capacity=capacity, order=order)]
+        return [*waits, *make_room(state, touches=touches, held=held, capacity=capacity, order=self._order())]
 
-    def _order(self, stretch: Stretch) -> Order:
+    def _order(self) -> Order:
+        stretch = self.stretch
         if stretch.trace is not None and stretch.position < len(stretch.trace.moments):
             if self._worth is None:
                 self._worth = POLICIES[self.policy](Uses(stretch.trace))

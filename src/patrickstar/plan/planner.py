@@ -222,7 +222,16 @@ def place_updates(planner: Planner, draft: Draft) -> Draft:
     """Puts updates between the moments: those that are pending, each before what needs it, or those of chunks that a backward updates whole."""
     ask, trace = draft.ask, draft.trace
     if ask.updates is not None:
-        woven = _woven(planner, draft, ask.updates)
+        updates, state, budgets = ask.updates, ask.start, planner.budgets
+        capacity = planner.machine_for(ask, ask.trace, updates, start=state).budget[state.compute]
+        # Between the moments of the forward what libraries keep is there too.
+        kept = budgets.fixed_bytes + (budgets.machine.costs.set_aside_bytes if ask.knows_workspaces else 0)
+        woven = planner.once(
+            ("woven", id(trace), id(updates), capacity),
+            lambda: weave(trace, updates, state=state, capacity_bytes=capacity, kept_bytes=kept),
+            trace,
+            updates,
+        )
         frees = _read_last(woven, ask)
         at = own_moments(woven)[ask.lets_go_at - 1] + 1 if ask.lets_go_at else 0
         draft = replace(draft, trace=woven, foreseen=woven, frees=frees)
@@ -265,19 +274,6 @@ def _letting_go(draft: Draft, units: frozenset[PlaneRef], at: int) -> Draft:
     """The draft of a stretch in which these units are let go of before a moment."""
     gone = tuple((at - 1, ref) for ref in sorted(units))
     return replace(draft, frees=(*draft.frees, *gone), lets_go=units, lets_go_at=at)
-
-
-def _woven(planner: Planner, draft: Draft, updates: Trace) -> Trace:
-    ask, trace = draft.ask, draft.trace
-    capacity = planner.machine_for(ask, ask.trace, updates, start=ask.start).budget[ask.start.compute]
-    # Between the moments of the forward what libraries keep is there too.
-    kept = planner.budgets.fixed_bytes + (planner.budgets.machine.costs.set_aside_bytes if ask.knows_workspaces else 0)
-    return planner.once(
-        ("woven", id(trace), id(updates), capacity),
-        lambda: weave(trace, updates, state=ask.start, capacity_bytes=capacity, kept_bytes=kept),
-        trace,
-        updates,
-    )
 
 
 def make(planner: Planner, draft: Draft) -> Draft:
