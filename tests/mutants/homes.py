@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.mutant import Fault, Mutant
-from tests.mutants.operators import always, drop, never, replace, returns, without
+from tests.mutants.operators import always, drop, never, replace, without
 
 TESTS = "tests/session/test_gradient_homes.py"
 PLACEMENT = "tests/plan/test_placement.py"
@@ -51,8 +51,8 @@ HOMES: tuple[Mutant, ...] = (
     Fault("a-device-that-holds-everything-has-no-room-for-gradients", "plan.placement:place_gradients").by(
         always("HOST"), f"{TESTS}::test_where_everything_fits_the_tier_that_computes_gradients_may_be_kept_there"
     ),
-    Fault("the-host-has-no-slot-left-to-stage-through", "plan.placement:_place_below").by(
-        returns("with_staging(needed)", nth=2),
+    Fault("the-host-has-no-slot-left-to-stage-through", "plan.placement:place_gradients").by(
+        replace("max(staging, *new.values())", "staging"),
         f"{PLACEMENT}::test_gradients_that_have_homes_keep_them_and_later_ones_find_room",
     ),
     Fault("a-forecast-has-no-update-after-the-backward", "session.paper_run:PaperRun._update").by(

@@ -119,7 +119,7 @@ def test_an_illegal_action_is_refused_by_number_and_changes_nothing(state: str, 
 def test_a_wider_plane_takes_several_slots() -> None:
     layout = layout_of(1, 3)
     planes = {**FP32.planes, WEIGHT: PlaneFormat("bfloat16", 2)}
-    formats = Formats(planes=planes, whole=planes)
+    formats = Formats(planes=planes)
     assert bytes_of_slot(layout, formats) == 32
     assert [slots_of(ref, layout, formats) for ref in units("c0.weight c1.weight c2.exp_avg")] == [1, 3, 2]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -28,27 +28,18 @@ class Formats:
     """The planes that chunks have, and the type of each.
 
     Attributes:
-        planes: of chunks in general. whole: of those whose tensors stay fp32 whole (`Layout.is_whole`).
+        planes: of chunks in general; those whose tensors stay fp32 whole (`Layout.is_whole`) have the planes of fp32.
         frozen: of the weights of chunks that are not trained (`Layout.is_frozen`), which have no other plane, unless they stay whole.
         thawed: frozen chunks that are trained all the same, and have all planes. widened: chunks whose gradients are fp32 by now.
     """
 
     planes: Mapping[str, PlaneFormat]
-    whole: Mapping[str, PlaneFormat]
     frozen: PlaneFormat = _FP32
     thawed: frozenset[int] = frozenset()
     widened: frozenset[int] = frozenset()
 
-    _widened: Mapping[str, PlaneFormat] = field(init=False, repr=False, compare=False)
-    _frozen: Mapping[str, PlaneFormat] = field(init=False, repr=False, compare=False)
-    _frozen_whole: Mapping[str, PlaneFormat] = field(init=False, repr=False, compare=False)
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "planes", MappingProxyType(dict(self.planes)))
-        object.__setattr__(self, "whole", MappingProxyType(dict(self.whole)))
-        object.__setattr__(self, "_widened", MappingProxyType({**self.planes, GRAD: _FP32}))
-        object.__setattr__(self, "_frozen", MappingProxyType({WEIGHT: self.frozen}))
-        object.__setattr__(self, "_frozen_whole", MappingProxyType({WEIGHT: self.whole[WEIGHT]}))
 
     def thaw(self, chunks: Iterable[int]) -> Formats:
         """The formats with the given chunks trained."""
@@ -61,16 +52,16 @@ class Formats:
     @property
     def narrowest(self) -> int:
         """Bytes of an element of the narrowest plane there may be: slots have room for a chunk of it."""
-        return min(form.itemsize for form in (*self.planes.values(), *self.whole.values(), self.frozen))
+        return min(form.itemsize for form in (*self.planes.values(), self.frozen))
 
     def at(self, chunk: int, layout: Layout) -> Mapping[str, PlaneFormat]:
         """The planes of one chunk."""
         whole = layout.is_whole(chunk)
         if layout.has_frozen and layout.is_frozen(chunk) and chunk not in self.thawed:
-            return self._frozen_whole if whole else self._frozen
+            return {WEIGHT: _FP32 if whole else self.frozen}
         if whole:
-            return self.whole
-        return self._widened if chunk in self.widened else self.planes
+            return _FP32_PLANES
+        return {**self.planes, GRAD: _FP32} if chunk in self.widened else self.planes
 
     def of(self, ref: PlaneRef, layout: Layout) -> PlaneFormat:
         """The format of a unit."""
@@ -98,7 +89,7 @@ class SessionFormats:
     now: Formats
 
 
-FP32: Final = Formats(planes=_FP32_PLANES, whole=_FP32_PLANES)
+FP32: Final = Formats(planes=_FP32_PLANES)
 """All of it in fp32."""
 
 
@@ -111,7 +102,7 @@ def bf16_formats(*, gradient: str = "bfloat16") -> Formats:
         EXP_AVG: _FP32,
         EXP_AVG_SQ: _FP32,
     }
-    return Formats(planes=split, whole=_FP32_PLANES, frozen=split[WEIGHT])
+    return Formats(planes=split, frozen=split[WEIGHT])
 
 
 def fp16_formats(*, is_split: bool, gradient: str = "float16") -> Formats:
@@ -124,4 +115,4 @@ def fp16_formats(*, is_split: bool, gradient: str = "float16") -> Formats:
     narrow = PlaneFormat("float16", 2)
     kept = {WEIGHT: narrow, REST: PlaneFormat("int32", 4)} if is_split else {WEIGHT: _FP32}
     planes = {**_FP32_PLANES, **kept, GRAD: narrow if gradient == "float16" else _FP32}
-    return Formats(planes=planes, whole=_FP32_PLANES, frozen=narrow)
+    return Formats(planes=planes, frozen=narrow)

@@ -7,7 +7,7 @@ had that go where ranks go.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -70,37 +70,26 @@ class Resharding:
 
     def sent(self, member: Member, numel: int) -> list[int]:
         """Elements of one's share of a chunk of `numel` elements that each of `members` has afterwards, oneself included."""
-        if member not in self.old:
-            return [0] * len(self.members)
-        return [self._common(self.old.index(member), other, numel) for other in self.members]
+        return [self._common(member, other, numel) for other in self.members]
 
     def received(self, member: Member, numel: int) -> list[int]:
         """Elements of one's share afterwards that each of `members` has now, oneself included."""
-        return [self.sent(other, numel)[self.members.index(member)] for other in self.members]
+        return [self._common(other, member, numel) for other in self.members]
 
-    def _common(self, old: int, other: Member, numel: int) -> int:
-        if other not in self.new:
+    def _common(self, sender: Member, receiver: Member, numel: int) -> int:
+        if sender not in self.old or receiver not in self.new:
             return 0
-        return (
-            numel
-            * _overlap(old, len(self.old), self.new.index(other), len(self.new))
-            // (len(self.old) * len(self.new))
-        )
+        old, new = len(self.old), len(self.new)
+        return numel * _overlap(self.old.index(sender), old, self.new.index(receiver), new) // (old * new)
 
     @property
     def moved(self) -> float:
         """The share of all elements that go from one process to another."""
-        return 1.0 - sum(self._common(self.old.index(one), one, self._parts) for one in self._staying()) / self._parts
+        parts = len(self.old) * len(self.new)
+        return 1.0 - sum(self._common(member, member, parts) for member in self.old) / parts
 
     @property
     def least(self) -> float:
         """The share that has to: what those get that come, or what those had that go."""
         old, new = len(self.old), len(self.new)
-        return (new - old) / new if new > old else (old - new) / old
-
-    @property
-    def _parts(self) -> int:
-        return len(self.old) * len(self.new)
-
-    def _staying(self) -> Iterator[Member]:
-        return (member for member in self.old if member in self.new)
+        return abs(new - old) / max(old, new)

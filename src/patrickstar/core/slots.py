@@ -3,8 +3,7 @@
 (1) A slot is in use, warm (free, its pages are committed), cold (free, without pages), or apart (has none, and is not to be taken).
 (2) `in_use` is the count of such slots; `committed` counts warm ones too, and is what the process really holds.
 (3) The queue of warm slots holds each warm slot once, the one that was given back longest ago first.
-(4) No cold slot lies below `_cold_from`.
-(5) What was given back last is taken last, so that a freed slot's address changes hands as late as it can: a stale
+(4) What was given back last is taken last, so that a freed slot's address changes hands as late as it can: a stale
     view then reads old bytes (poison, in tests), not the contents of the next tenant, and slots are seen to move.
 """
 
@@ -30,7 +29,6 @@ class SlotMap:
         self._warm: OrderedDict[int, None] = OrderedDict()
         self.in_use = 0
         self._n_apart = 0
-        self._cold_from = 0
         self._last_given = (0, 0)
 
     @property
@@ -53,7 +51,7 @@ class SlotMap:
             self._state[slot] = _USED
             self.in_use += 1
             return slot
-        first = self._lowest_cold() if n == 1 else self._best_run(n)
+        first = self._state.find(_COLD) if n == 1 else self._best_run(n)
         if first < 0:
             raise LookupError(
                 f"no {n} adjacent free slots among {self.virtual_slots}, of which {self.in_use} are in use"
@@ -72,7 +70,7 @@ class SlotMap:
         span = slice(first, first + n)
         assert self._state[span] == bytes([_USED]) * n, f"slots {first} to {first + n - 1} are not all in use"
         self._state[span] = bytes([_WARM]) * n
-        self._warm.update(dict.fromkeys(reversed(range(first, first + n))))  # its head is what (5) speaks of
+        self._warm.update(dict.fromkeys(reversed(range(first, first + n))))  # its head is what (4) speaks of
         self.in_use -= n
         self._last_given = (first, n)
 
@@ -85,8 +83,6 @@ class SlotMap:
         cooled = sorted(self._warm.popitem(last=False)[0] for _ in range(surplus))
         for slot in cooled:
             self._state[slot] = _COLD
-        if cooled:
-            self._cold_from = min(self._cold_from, cooled[0])
         return cooled
 
     def set_apart(self, slot: int) -> None:
@@ -100,13 +96,6 @@ class SlotMap:
         assert self._state[slot] == _APART, f"slot {slot} is put back but was not set apart"
         self._state[slot] = _COLD
         self._n_apart -= 1
-        self._cold_from = min(self._cold_from, slot)
-
-    def _lowest_cold(self) -> int:
-        self._cold_from = slot = self._state.find(_COLD, self._cold_from)
-        if slot < 0:
-            self._cold_from = self.virtual_slots
-        return slot
 
     def _best_run(self, n: int) -> int:
         """The first slot of the `n` free adjacent ones among which most are warm, the highest such, or -1.

@@ -58,11 +58,6 @@ class Work(NamedTuple):
     tier: Tier
 
     @classmethod
-    def copy(cls, ref: PlaneRef, tier: Tier) -> Work:
-        """The transfer of a unit to a tier."""
-        return cls(WorkKind.COPY, ref, tier)
-
-    @classmethod
     def update(cls, chunk: int, tier: Tier) -> Work:
         """The optimizer's update of a chunk on a tier."""
         return cls(WorkKind.UPDATE, PlaneRef(chunk, STEP), tier)
@@ -83,7 +78,7 @@ class Issue(NamedTuple):
     @classmethod
     def copy(cls, ref: PlaneRef, src: Tier, dst: Tier, slots: int = 1) -> Issue:
         """The issue of a transfer from one tier to its neighbour."""
-        return cls(Work.copy(ref, dst), src, slots)
+        return cls(Work(WorkKind.COPY, ref, dst), src, slots)
 
     @classmethod
     def create(cls, ref: PlaneRef, tier: Tier, slots: int = 1) -> Issue:
@@ -114,7 +109,7 @@ class Wait(NamedTuple):
     @classmethod
     def copy(cls, ref: PlaneRef, tier: Tier) -> Wait:
         """The wait for the transfer that makes a unit valid on a tier."""
-        return cls(Work.copy(ref, tier))
+        return cls(Work(WorkKind.COPY, ref, tier))
 
     @property
     def of(self) -> PlaneRef:

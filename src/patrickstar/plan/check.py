@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
-from patrickstar.core.trace import Moment, Trace
+from patrickstar.core.trace import Moment, Touch, Trace
 from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work, WorkKind
 from patrickstar.plan.plan import Plan, Snapshot
 
@@ -113,28 +113,24 @@ class _Updates:
     _histories: dict[PlaneRef, _History]
     _compute: Tier
     _found: _Found
-    _under_way: dict[Work, Moment] = field(default_factory=dict)
+    _under_way: dict[Work, tuple[Touch, ...]] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
 
     def act(self, at: _At, action: Issue | Wait, moment: Moment) -> None:
-        update = action.work
-        if isinstance(action, Issue):
-            self._begin(at, update, moment)
-        elif update not in self._under_way:
-            self._found.add(at, 10, f"{action}: no such update has begun")
-        else:
-            for touch in self._under_way.pop(update).touches:
+        update, chunk = action.work, action.of.chunk
+        if isinstance(action, Wait):
+            if update not in self._under_way:
+                self._found.add(at, 10, f"{action}: no such update has begun")
+            for touch in self._under_way.pop(update, ()):
                 self._histories[touch.ref].end_update(at, update)
-
-    def _begin(self, at: _At, update: Work, moment: Moment) -> None:
-        chunk = update.of.chunk
+            return
         if chunk in self.begun:
             self._found.add(at, 10, f"{update}: it has been done")
         if moment.updates != chunk or (moment.update_tier or self._compute) is not update.tier:
             self._found.add(at, 10, f"{update}: this is not its moment")
             return
         self.begun.add(chunk)
-        self._under_way[update] = moment
+        self._under_way[update] = moment.touches
         for touch in moment.touches:
             self._histories[touch.ref].begin_update(at, update)
 
@@ -172,6 +168,10 @@ class _History:
         self._home = start.home[ref]
         self._slots = start.slots[ref]
         self._compute = start.compute
+        tiers = list(Tier)
+        self._way = tiers[
+            tiers.index(self._compute) : tiers.index(self._home) + 1
+        ]  # from where it is used to where it rests
         self._writer = "before" if ref in start.newest else None
         self._bytes: dict[Tier, str | None] = dict.fromkeys(start.newest.get(ref, ()), self._writer)
         self._room = {tier for tier, refs in start.taken.items() if ref in refs}
@@ -232,7 +232,7 @@ class _History:
     def _copy(self, at: _At, action: Issue, src: Tier, dst: Tier, *, is_pinned: bool) -> None:
         if src is self._compute and is_pinned:
             self.wrong(at, 3, f"{action}: it is in use at this moment")
-        way = [tier for tier in Tier if not _is_above(tier, self._compute) and not _is_above(self._home, tier)]
+        way = self._way
         if src not in way or dst not in way or abs(way.index(src) - way.index(dst)) != 1:
             self.wrong(at, 9, f"{action}: it rests on the {self._home.label}, and this is not its way there or back")
         if src in self._under_way:
@@ -267,8 +267,7 @@ class _History:
     def _create(self, at: _At, action: Issue, tier: Tier) -> None:
         if self._writer is not None:
             self.wrong(at, 8 if self._ref.plane == GRAD else 4, f"{action}: it has contents")
-        is_between = not _is_above(tier, self._compute) and not _is_above(self._home, tier)
-        if tier is Tier.DISK or (tier is not self._compute and not is_between):
+        if tier is Tier.DISK or tier not in self._way:
             self.wrong(at, 9, f"{action}: first contents are made in memory on its way home")
         if self._room:
             self.wrong(at, 5, f"{action}: it has slots already")
@@ -355,12 +354,6 @@ def _add_up(histories: Iterable[_History], start: Snapshot, trace: Trace, machin
 
 def _overfull(tier: Tier, used: int, others: int, machine: Machine) -> str:
     return f"the {tier.label} holds {used} bytes of chunks and {others} others; budget {machine.budget.get(tier, 0)}"
-
-
-def _is_above(tier: Tier, other: Tier) -> bool:
-    """Tells whether one tier is nearer to the processor than another."""
-    order = (Tier.DEVICE, Tier.HOST, Tier.DISK)
-    return order.index(tier) < order.index(other)
 
 
 def _names(tiers: Iterable[Tier]) -> str:

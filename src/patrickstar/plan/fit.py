@@ -56,14 +56,14 @@ def worst_moment(
         frees: as for `make_plan`.
         trained: whether a step is meant that comes after others: then all that is at home there has contents, but gradients have none.
     """
-    worst, worst_bytes = Need("", 0, start.slot_bytes, 0), 0
     has_contents = _once_trained if trained else lambda ref: not start.is_free(ref)
-    for index, needed in enumerate(slots_needed(trace, start=start, has_contents=has_contents, frees=frees)):
-        nonmodel_bytes = trace.moments[index].nonmodel_bytes
-        needed_bytes = needed * start.slot_bytes + nonmodel_bytes
-        if not index or needed_bytes > worst_bytes:
-            worst, worst_bytes = Need(trace.name(index), needed, start.slot_bytes, nonmodel_bytes), needed_bytes
-    return worst
+    counts = [*slots_needed(trace, start=start, has_contents=has_contents, frees=frees)]
+    pairs = zip(trace.moments, counts, strict=True)
+    needed = [slots * start.slot_bytes + one.nonmodel_bytes for one, slots in pairs]
+    if not needed:
+        return Need("", 0, start.slot_bytes, 0)
+    worst = needed.index(max(needed))
+    return Need(trace.name(worst), counts[worst], start.slot_bytes, trace.moments[worst].nonmodel_bytes)
 
 
 def beyond(trace: Trace, budget_bytes: int, *, start: Residency) -> list[Moment]:
@@ -244,24 +244,20 @@ class _Sizes:
 
     def __init__(self, largest: int) -> None:
         self._nbytes, self._name = next((unit for unit in _UNITS if largest >= unit[0]), _UNITS[-1])
-        self._grain = 1 if self._nbytes == 1 else 100
 
     def down(self, nbytes: int) -> str:
         return self._text(self._floor(nbytes))
 
     def sum_of(self, parts: list[int]) -> list[str]:
         """The sum of the parts, and the parts, each so that the first of them add up."""
-        sums = [self._ceil(nbytes) for nbytes in accumulate(parts, initial=0)]
+        sums = [hundredths(nbytes, self._nbytes) for nbytes in accumulate(parts, initial=0)]
         return [self._text(grains) for grains in (sums[-1], *(after - before for before, after in pairwise(sums)))]
 
     def short(self, needed: int, budget_bytes: int) -> str:
-        return self._text(self._ceil(needed) - self._floor(budget_bytes))
-
-    def _ceil(self, nbytes: int) -> int:
-        return nbytes if self._nbytes == 1 else hundredths(nbytes, self._nbytes)
+        return self._text(hundredths(needed, self._nbytes) - self._floor(budget_bytes))
 
     def _floor(self, nbytes: int) -> int:
-        return nbytes * self._grain // self._nbytes
+        return nbytes * 100 // self._nbytes
 
-    def _text(self, grains: int) -> str:
-        return f"{grains} B" if self._nbytes == 1 else f"{grains / 100:.2f} {self._name}"
+    def _text(self, found: int) -> str:
+        return f"{found // 100} B" if self._nbytes == 1 else f"{found / 100:.2f} {self._name}"

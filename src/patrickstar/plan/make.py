@@ -13,11 +13,11 @@ from typing import Final
 from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import PlaneRef
-from patrickstar.core.trace import Moment, Touch, Trace
+from patrickstar.core.trace import Touch, Trace
 from patrickstar.plan.actions import Action, Issue, Wait
 from patrickstar.plan.eviction import POLICIES, Ranking, Uses
 from patrickstar.plan.fit import expect_room, refuse_host, worst_moment
-from patrickstar.plan.make_room import NoRoom, Order, capacity_of, make_room
+from patrickstar.plan.make_room import NoRoom, capacity_of, make_room
 from patrickstar.plan.overlap import overlap, overlap_disk
 from patrickstar.plan.placement import refuse_unless_homes_fit
 from patrickstar.plan.plan import Plan, frees_by_moment
@@ -101,13 +101,20 @@ def make_plan(
         is_end = repeats and index == len(trace) - 1
         leaving = sorted(state.taken[compute].difference(stays, done)) if is_end else ()
         capacity[compute] = (machine.budget[compute] - moment.nonmodel_bytes) // state.slot_bytes
-        try:
-            actions = _before(
-                state, moment, done, leaving=leaving, capacity=capacity, order=ranking, early=prefetch != 0
-            )
-        except NoRoom as refusal:  # of the host below a device: the tier that computes has been looked at
-            host_bytes = machine.budget[Tier.HOST]
-            raise refuse_host(refusal.needed_slots, trace.name(index), state=state, host_bytes=host_bytes) from None
+        spare = capacity[compute] // _SPARE if prefetch != 0 else 0
+        touches = (*moment.touches, *map(Touch, moment.held)) if moment.held else moment.touches
+        actions = list[Action]()
+        if leaving or not _is_ready(state, touches, capacity):
+            try:
+                actions = make_room(
+                    state, touches=touches, leaving=leaving, capacity=capacity, spare_slots=spare, order=ranking
+                )
+            except NoRoom as refusal:  # of the host below a device: the tier that computes has been looked at
+                host_bytes = machine.budget[Tier.HOST]
+                raise refuse_host(refusal.needed_slots, trace.name(index), state=state, host_bytes=host_bytes) from None
+            # What is free after the moment may not be on its way then.
+            landings = [Wait.copy(ref, flight[1]) for ref in done if (flight := state.flight(ref))]
+            actions += [landing for landing in landings if landing not in actions]
         for action in actions:
             apply(state, action)
         mark_moment(state, moment, done)
@@ -121,30 +128,10 @@ def make_plan(
     return overlap_disk(plan, trace, moments_ahead=prefetch)
 
 
-def _before(
-    state: Residency,
-    moment: Moment,
-    freed: Collection[PlaneRef],
-    *,
-    leaving: Collection[PlaneRef],
-    capacity: Mapping[Tier, int],
-    order: Order,
-    early: bool,
-) -> list[Action]:
-    """Actions that must happen before the moment.
-
-    `freed`: units whose contents it is the last to want; `leaving`: what is to go in any case; `early`: whether transfers will be.
-    """
-    compute = state.compute
-    touches = (*moment.touches, *map(Touch, moment.held)) if moment.held else moment.touches
-    is_ready = (
-        not (state.stale[compute] or state.under_way or leaving)
+def _is_ready(state: Residency, touches: Iterable[Touch], capacity: Mapping[Tier, int]) -> bool:
+    """Tells whether nothing has to happen before a moment with these touches."""
+    return (
+        not (state.stale[state.compute] or state.under_way)
         and all(state.slots_used[tier] <= slots for tier, slots in capacity.items())
-        and all(touch.tier is None and state.is_newest(touch.ref, compute) for touch in touches)
+        and all(touch.tier is None and state.is_newest(touch.ref, state.compute) for touch in touches)
     )
-    if is_ready:
-        return []
-    spare = capacity[compute] // _SPARE if early else 0
-    actions = make_room(state, touches=touches, leaving=leaving, capacity=capacity, spare_slots=spare, order=order)
-    landings = [Wait.copy(ref, flight[1]) for ref in freed if (flight := state.flight(ref))]
-    return [*actions, *(landing for landing in landings if landing not in actions)]

@@ -61,16 +61,13 @@ def make_room(
     needed = dict.fromkeys(touch.ref for touch in touches if touch.tier in (None, compute))
     below = {touch.ref: touch.writes for touch in touches if touch.tier not in (None, compute)}
     # Transfers that must be over first: those by which something comes, and those of what is written. By unit, where they go.
-    landing = (
-        {
-            touch.ref: flight[1]
-            for touch in touches
-            if (flight := state.flight(touch.ref))
-            and (touch.writes or not state.is_newest(touch.ref, touch.tier or compute))
-        }
-        if state.under_way
-        else {}
-    )
+    landing = {
+        ref: flight[1]
+        for ref, writes, tier in touches
+        if ref in state.under_way
+        and (flight := state.flight(ref))
+        and (writes or not state.is_newest(ref, tier or compute))
+    }
     missing = sorted(ref for ref in needed if not state.is_newest(ref, compute) and landing.get(ref) is not compute)
     keep = {**needed, **dict.fromkeys(held)}
     spent = sorted(ref for ref in stale[compute] if ref not in keep or ref in missing)
@@ -200,7 +197,7 @@ class Staging:
     def _take_down(self, ref: PlaneRef) -> None:
         """Copies what only the tier that computes has to the next one."""
         compute = self._state.compute
-        self._reserve(ref, compute.below)
+        self._enter_host(ref)
         down = Issue.copy(ref, compute, compute.below, self._state.slots[ref])
         self._round[_OUT].append(down)
         self._round[_OUT_ENDS].append(Wait(down.work))
@@ -216,7 +213,7 @@ class Staging:
             self._round[_INTO].append(Issue.copy(ref, compute.below, compute, slots))
             self._read.add(ref)
         else:
-            self._reserve(ref, Tier.HOST)
+            self._enter_host(ref)
             self._round[_INTO].append(Issue.copy(ref, Tier.DISK, Tier.HOST, slots))
             self._round[_ONWARD] += [Wait.copy(ref, Tier.HOST), Issue.copy(ref, Tier.HOST, compute, slots)]
         self._round[_INTO_ENDS].append(Wait.copy(ref, compute))
@@ -227,16 +224,15 @@ class Staging:
         device, slots = state.compute, state.slots[ref]
         self._end_round()
         is_here = ref in state.taken[device] and ref not in self._gone
-        if self._is_on_host(ref):
-            pass
-        elif state.is_free(ref):
-            self._reserve(ref, Tier.HOST)
-            self._round[_INTO].append(Issue.create(ref, Tier.HOST, slots))
-        elif state.is_newest(ref, device) and is_here:
-            self._take_down(ref)
-        else:
-            self._reserve(ref, Tier.HOST)
-            self._round[_INTO] += [Issue.copy(ref, Tier.DISK, Tier.HOST, slots), Wait.copy(ref, Tier.HOST)]
+        if not self._is_on_host(ref):
+            if is_here and state.is_newest(ref, device):
+                self._take_down(ref)
+            else:
+                self._enter_host(ref)
+                if state.is_free(ref):
+                    self._round[_INTO].append(Issue.create(ref, Tier.HOST, slots))
+                else:
+                    self._round[_INTO] += [Issue.copy(ref, Tier.DISK, Tier.HOST, slots), Wait.copy(ref, Tier.HOST)]
         self._used.add(ref)
         if is_here and writes:
             self._round[_OUT_ENDS].append(Drop(ref, device, slots))
@@ -248,14 +244,15 @@ class Staging:
         is_there = self._state.is_newest(ref, Tier.HOST) or comes
         return is_there and ref not in self._left
 
-    def _reserve(self, ref: PlaneRef, tier: Tier) -> None:
-        """Has room for a unit on the host, in this round or a later one."""
+    def _enter_host(self, ref: PlaneRef) -> None:
+        """Has room for a unit on the host below a device, in this round or a later one."""
         state = self._state
-        if tier is Tier.HOST and tier is not state.compute and state.home[ref] is not tier:
+        if state.compute is Tier.HOST:  # what leaves goes to the disk
+            return
+        if state.home[ref] is not Tier.HOST:
             self._make_host_room(state.slots[ref])
             self._host_free -= state.slots[ref]
-        if tier is Tier.HOST:
-            self._entered.append(ref)
+        self._entered.append(ref)
 
     def _make_host_room(self, slots: int) -> None:
         while self._host_free < slots:

@@ -28,7 +28,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -52,26 +52,15 @@ def overlap(plan: Plan, trace: Trace, *, moments_ahead: int | None, goes_down: C
     issued = (action.work.kind for action in plan.actions() if isinstance(action, Issue))
     if moments_ahead == 0 or not (goes_down or any(kind is not WorkKind.CREATE for kind in issued)):
         return plan
-    ahead = len(trace) if moments_ahead is None else moments_ahead
-    return _Overlap(plan, trace, ahead, plan.start.compute).plan(goes_down)
+    return _Overlap(plan, trace, moments_ahead, plan.start.compute).plan(goes_down)
 
 
 def overlap_disk(plan: Plan, trace: Trace, *, moments_ahead: int | None) -> Plan:
     """The plan with its transfers between host and disk below a device at most so many moments earlier; None: as early as they can be."""
     if moments_ahead == 0 or plan.start.compute is Tier.HOST or Tier.DISK not in plan.start.home.values():
         return plan
-    ahead = len(trace) if moments_ahead is None else moments_ahead
-    moments = _Overlap(plan, trace, ahead, Tier.HOST).moved()
+    moments = _Overlap(plan, trace, moments_ahead, Tier.HOST).moved()
     return replace(plan, moments=tuple(map(tuple, moments)))
-
-
-@dataclass(slots=True)
-class _Moved:
-    """Actions that have come to a moment from later ones."""
-
-    drops: list[Action] = field(default_factory=list)
-    copies: list[Action] = field(default_factory=list)
-    write_backs: list[Action] = field(default_factory=list)
 
 
 class _Leaving(NamedTuple):
@@ -86,15 +75,17 @@ class _Leaving(NamedTuple):
 class _Overlap:
     """One plan, moment by moment: its transfers between a tier and the one below it."""
 
-    def __init__(self, plan: Plan, trace: Trace, ahead: int, upper: Tier) -> None:
+    def __init__(self, plan: Plan, trace: Trace, ahead: int | None, upper: Tier) -> None:
         self._plan = plan
         self._trace = trace
-        self._ahead = ahead
+        self._ahead = len(trace) if ahead is None else ahead
         self._upper, self._below = upper, upper.below
         self._is_between = upper is not plan.start.compute  # the host, between a device and the disk
         self._home, self._slots = plan.start.home, plan.start.slots
 
-        self._moved: dict[int, _Moved] = defaultdict(_Moved)
+        self._moved: dict[int, list[Action]] = defaultdict(
+            list
+        )  # by the moment to which they have come from later ones
         self._level: list[int] = []  # slots in use as each moment begins, as the plan is
         self._capacity: list[int] = []  # slots that there are at each
         self._free = FreeSlots(self._free_slots())
@@ -191,7 +182,7 @@ class _Overlap:
             at = self._arrive(copy, index, gone)
             if at < index:
                 gone.append(copy)
-                self._moved[at].copies.append(copy)
+                self._moved[at].append(copy)
                 first = min(first, at)
         if not self._is_between:
             gone += self._drop_early(leaving, first, index)
@@ -199,7 +190,7 @@ class _Overlap:
             at = self._complete_from(copy.of, index)
             if at < index:
                 gone.append(copy)
-                self._moved[at].write_backs.append(copy)
+                self._moved[at].append(copy)
         moved = set(map(id, gone))
         return [action for action in self._plan.moments[index] if id(action) not in moved]
 
@@ -237,7 +228,7 @@ class _Overlap:
                 at = self._unused_from(ref, index)
                 if at < index:
                     self._free.add(drop.slots, at, index)
-                    self._moved[at].drops.append(drop)
+                    self._moved[at].append(drop)
                     self._dropped[index].append(drop)
 
     def _complete_from(self, ref: PlaneRef, index: int) -> int:
@@ -273,12 +264,12 @@ class _Overlap:
         """Notes what is written back early, and what leaves early, from when on something needs its slots; the actions that are moved."""
         gone = list[Action]()
         for one in leaving:
-            self._moved[one.write_back].write_backs.append(one.copy)
+            self._moved[one.write_back].append(one.copy)
             gone.append(one.copy)
             at = max(one.earliest, first)
             self._free.add(-one.copy.slots, one.earliest, min(at, index))
             if at < index:
-                self._moved[at].drops += one.ends
+                self._moved[at] += one.ends
                 gone += one.ends
         return gone
 
@@ -296,7 +287,10 @@ class _Overlap:
         at = next(waits, len(kept))
         if any(isinstance(action, Drop) or is_copy(action) for action in kept[at:]):
             at = len(kept)  # nothing is taken before the last drop
-        return [*moved.drops, *kept[:at], *moved.copies, *moved.write_backs, *kept[at:]]
+        leaving = [action for action in moved if not isinstance(action, Issue)]
+        copies = [action for action in moved if isinstance(action, Issue)]
+        copies.sort(key=lambda copy: copy.work.tier is self._below)  # what comes is needed at a moment that is known
+        return [*leaving, *kept[:at], *copies, *kept[at:]]
 
     def _wait_for_updates_late(self, moments: list[list[Action]]) -> None:
         """Has each update, and its gradient on the way to it, waited for only before the first thing that needs its units, or the last moment."""

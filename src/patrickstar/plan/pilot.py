@@ -108,8 +108,7 @@ class Pilot:
         state, found = self.state, tuple(touches)
         if state.compute is Tier.HOST:
             return found
-        refs = {touch.ref for touch in found}
-        below = {ref for ref in refs if not (state.is_free(ref) or state.is_newest(ref, state.compute))}
+        below = {ref for ref, _, _ in found if not (state.is_free(ref) or state.is_newest(ref, state.compute))}
         room = capacity_of(state, 0, host_bytes=self.host_bytes)[Tier.HOST]
         if sum(state.slots[ref] for ref in below if state.home[ref] is Tier.DISK) > room:
             return found
@@ -162,10 +161,10 @@ class Pilot:
             state = state.copy()
             for wait in waits:
                 apply(state, wait)
-        order = self._order(self.stretch)
-        return [*waits, *make_room(state, touches=touches, held=held, capacity=capacity, order=order)]
+        return [*waits, *make_room(state, touches=touches, held=held, capacity=capacity, order=self._order())]
 
-    def _order(self, stretch: Stretch) -> Order:
+    def _order(self) -> Order:
+        stretch = self.stretch
         if stretch.trace is not None and stretch.position < len(stretch.trace.moments):
             if self._worth is None:
                 self._worth = POLICIES[self.policy](Uses(stretch.trace))

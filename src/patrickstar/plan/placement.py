@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from patrickstar.core.formats import Formats
@@ -58,9 +59,8 @@ def place_on_all_tiers(
     if compute is Tier.DEVICE:
         below += budget[Tier.HOST] - (max(sizes.values(), default=0) if disk_bytes else 0)
     excess = sum(sizes.values()) - below
-    turn = {plane: number for number, plane in enumerate(reversed(_TO_DISK))}
     here: dict[PlaneRef, Tier] = {}
-    for ref in sorted(sizes, key=lambda ref: (turn[ref.plane], ref.chunk)):
+    for ref in reversed(_to_disk(sizes)):
         if excess <= 0:
             break
         here[ref] = compute
@@ -75,17 +75,34 @@ def _sizes(layout: Layout, planes: Iterable[str], formats: Formats) -> dict[Plan
 
 def _all_below(machine: Machine, sizes: Mapping[PlaneRef, int]) -> dict[PlaneRef, Tier]:
     """Homes below the tier that computes. BudgetError: there is no room for all of that."""
-    disk_bytes = machine.budget.get(Tier.DISK, 0)
-    if machine.compute is Tier.HOST:
-        _refuse_full_disk({"model states": sum(sizes.values())}, disk_bytes)
-        return dict.fromkeys(sizes, Tier.DISK)
-    host_bytes = machine.budget[Tier.HOST]
-    spilled = _spill(sizes, host_bytes=host_bytes, disk=disk_bytes > 0)
-    if spilled:
+    homes = _place_below(machine, sizes)
+    if machine.compute is Tier.DEVICE and Tier.DISK in homes.values():
         # Transfers of several units at once need room on the host, if the disk has room for what gives that.
-        more = _spill(sizes, host_bytes=host_bytes, disk=True, staging=host_bytes // _STAGING_SHARE)
-        spilled = more if sum(sizes[ref] for ref in more) <= disk_bytes else spilled
-    _refuse_full_disk({"model states": sum(sizes[ref] for ref in spilled)}, disk_bytes)
+        with suppress(BudgetError):
+            return _place_below(machine, sizes, staging=machine.budget[Tier.HOST] // _STAGING_SHARE)
+    return homes
+
+
+def _place_below(
+    machine: Machine,
+    sizes: Mapping[PlaneRef, int],
+    *,
+    resting: Mapping[Tier, int] | None = None,
+    staging: int = 0,
+    why: str = "",
+) -> dict[PlaneRef, Tier]:
+    """Homes below the tier that computes of units of these sizes: all model states, or gradients beside the bytes of them that are `resting`.
+
+    `staging`: bytes for what passes through the host, at least, if something rests on the disk. BudgetError: there is no room for all of that.
+    """
+    disk_bytes, spilled = machine.budget.get(Tier.DISK, 0), set(sizes)
+    if machine.compute is Tier.DEVICE:
+        host_bytes, held = machine.budget[Tier.HOST], resting[Tier.HOST] if resting else 0
+        spilled = _spill(sizes, host_bytes=host_bytes, disk=disk_bytes > 0, held=held, staging=staging, why=why)
+    on_disk = sum(sizes[ref] for ref in spilled)
+    parts = {"model states": resting[Tier.DISK], "gradients": on_disk} if resting else {"model states": on_disk}
+    if sum(parts.values()) > disk_bytes:
+        raise refuse_homes(tier=Tier.DISK, parts=parts, budget_bytes=disk_bytes, why=why)
     return {ref: Tier.DISK if ref in spilled else Tier.HOST for ref in sizes}
 
 
@@ -114,37 +131,19 @@ def place_gradients(
         if sum(parts.values()) > machine.budget[compute]:
             raise _refuse_homes_there(machine, parts, why=why)
         return dict.fromkeys(new, compute), slots
+    resting = {tier: nslots * state.slot_bytes for tier, nslots in state.slots_resting.items()}
+    staging = max((state.unit_bytes(ref) for ref, tier in home.items() if tier is Tier.DISK), default=0)
+    below = partial(_place_below, machine, new, resting=resting, why=why)
+    if machine.budget.get(Tier.DISK) and new:
+        # Others may come, for which the host may have no room: what rests on the disk is staged through it.
+        with suppress(BudgetError):
+            return below(staging=max(staging, *new.values())), slots
     try:
-        return _place_below(machine, new, state=state, why=why), slots
+        return below(staging=staging), slots
     except BudgetError:
         if compute is Tier.HOST or sum(map(state.unit_bytes, home)) + sum(new.values()) > machine.budget[compute]:
             raise
         return dict.fromkeys(new, compute), slots
-
-
-def _place_below(machine: Machine, new: Mapping[PlaneRef, int], *, state: Residency, why: str) -> dict[PlaneRef, Tier]:
-    """The homes of gradients of these sizes below the compute tier, beside what rests there."""
-    resting = {
-        tier: [state.unit_bytes(ref) for ref, home in state.home.items() if home is tier]
-        for tier in (Tier.HOST, Tier.DISK)
-    }
-    disk_bytes = machine.budget.get(Tier.DISK, 0)
-
-    def with_staging(nbytes: int) -> dict[PlaneRef, Tier]:
-        spilled = set(new)
-        if machine.compute is Tier.DEVICE:
-            host_bytes, held = machine.budget[Tier.HOST], sum(resting[Tier.HOST])
-            spilled = _spill(new, host_bytes=host_bytes, disk=disk_bytes > 0, held=held, staging=nbytes, why=why)
-        parts = {"model states": sum(resting[Tier.DISK]), "gradients": sum(new[ref] for ref in spilled)}
-        _refuse_full_disk(parts, disk_bytes, why=why)
-        return {ref: Tier.DISK if ref in spilled else Tier.HOST for ref in new}
-
-    needed = max(resting[Tier.DISK], default=0)
-    if disk_bytes and new:
-        # Others may come, for which the host may have no room: what rests on the disk is staged through it.
-        with suppress(BudgetError):
-            return with_staging(max(needed, *new.values()))
-    return with_staging(needed)
 
 
 def refuse_unless_homes_fit(
@@ -231,8 +230,7 @@ def _spill(
             instead=_DISK_BELOW,
             why=why,
         )
-    turn = {plane: number for number, plane in enumerate(_TO_DISK)}
-    for ref in sorted(sizes, key=lambda ref: (turn[ref.plane], -ref.chunk)):
+    for ref in _to_disk(sizes):
         rest -= sizes[ref]
         staging = max(staging, sizes[ref])
         spilled.add(ref)
@@ -242,6 +240,6 @@ def _spill(
     raise refuse_homes(tier=Tier.HOST, parts=parts, budget_bytes=host_bytes, why=why)
 
 
-def _refuse_full_disk(parts: dict[str, int], disk_bytes: int, *, why: str = "") -> None:
-    if sum(parts.values()) > disk_bytes:
-        raise refuse_homes(tier=Tier.DISK, parts=parts, budget_bytes=disk_bytes, why=why)
+def _to_disk(refs: Iterable[PlaneRef]) -> list[PlaneRef]:
+    """Units in the order in which they go to disk."""
+    return sorted(refs, key=lambda ref: (_TO_DISK.index(ref.plane), -ref.chunk))

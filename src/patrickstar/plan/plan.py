@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import groupby
 from types import MappingProxyType
 
 from patrickstar.core.machine import Machine, Tier
@@ -121,16 +122,12 @@ class Snapshot:
 
     def _ranges(self, refs: Iterable[PlaneRef]) -> list[str]:
         """Sorted units of one plane as `0-5`, `7`, `9x4`: neighbours of one size share an entry."""
-        spans: list[list[int]] = []  # first, last, slots
-        for chunk, slots in ((ref.chunk, self.slots[ref]) for ref in refs):
-            if spans and spans[-1][1:] == [chunk - 1, slots]:
-                spans[-1][1] = chunk
-            else:
-                spans.append([chunk, chunk, slots])
-        return [
-            (f"{first}-{last}" if last > first else f"{first}") + (f"x{slots}" if slots > 1 else "")
-            for first, last, slots in spans
-        ]
+        words = []
+        # Where each chunk is one more than the chunk before, chunk and place differ by the same number.
+        for (_, slots), span in groupby(enumerate(refs), lambda one: (one[1].chunk - one[0], self.slots[one[1]])):
+            first, *rest = [ref.chunk for _, ref in span]
+            words.append((f"{first}-{rest[-1]}" if rest else f"{first}") + (f"x{slots}" if slots > 1 else ""))
+        return words
 
 
 def memory_tiers(compute: Tier) -> tuple[Tier, ...]:

@@ -163,11 +163,9 @@ class Planner:
         """Forgets all answers: units have come or have other sizes."""
         self._memo.clear()
 
-    def machine_for(self, draft: Draft) -> Machine:
-        """The machine to plan a draft for, as its trace is now."""
-        ask, need = draft.ask, worst_moment(draft.trace, start=draft.start).nbytes
-        if draft.whole_chunks is None and ask.updates is not None:
-            need = max(need, worst_moment(ask.updates, start=ask.start).nbytes)
+    def machine_for(self, ask: Ask, *traces: Trace, start: Residency) -> Machine:
+        """The machine to plan a stretch for that goes through these traces."""
+        need = max(worst_moment(trace, start=start).nbytes for trace in traces)
         return self.budgets.machine_for(need, taken_bytes=ask.taken_bytes, knows_workspaces=ask.knows_workspaces)
 
     def tiers(self, updates: Trace, start: Residency, *, taken_bytes: int, level_bytes: int) -> Mapping[int, Tier]:
@@ -224,7 +222,16 @@ def place_updates(planner: Planner, draft: Draft) -> Draft:
     """Puts updates between the moments: those that are pending, each before what needs it, or those of chunks that a backward updates whole."""
     ask, trace = draft.ask, draft.trace
     if ask.updates is not None:
-        woven = _woven(planner, draft, ask.updates)
+        updates, state, budgets = ask.updates, ask.start, planner.budgets
+        capacity = planner.machine_for(ask, ask.trace, updates, start=state).budget[state.compute]
+        # Between the moments of the forward what libraries keep is there too.
+        kept = budgets.fixed_bytes + (budgets.machine.costs.set_aside_bytes if ask.knows_workspaces else 0)
+        woven = planner.once(
+            ("woven", id(trace), id(updates), capacity),
+            lambda: weave(trace, updates, state=state, capacity_bytes=capacity, kept_bytes=kept),
+            trace,
+            updates,
+        )
         frees = _read_last(woven, ask)
         at = own_moments(woven)[ask.lets_go_at - 1] + 1 if ask.lets_go_at else 0
         draft = replace(draft, trace=woven, foreseen=woven, frees=frees)
@@ -234,8 +241,7 @@ def place_updates(planner: Planner, draft: Draft) -> Draft:
     draft = _letting_go(draft, frozenset(ask.lets_go), ask.lets_go_at)
     if not ask.whole:
         return draft
-    machine = planner.machine_for(replace(draft, trace=ask.trace))
-    capacity = machine.budget[machine.compute]
+    capacity = planner.machine_for(ask, ask.trace, start=ask.start).budget[ask.start.compute]
     found = planner.once(
         ("whole", id(trace), capacity, ask.level_bytes),
         lambda: update_whole_chunks(
@@ -270,20 +276,6 @@ def _letting_go(draft: Draft, units: frozenset[PlaneRef], at: int) -> Draft:
     return replace(draft, frees=(*draft.frees, *gone), lets_go=units, lets_go_at=at)
 
 
-def _woven(planner: Planner, draft: Draft, updates: Trace) -> Trace:
-    ask, trace = draft.ask, draft.trace
-    machine = planner.machine_for(replace(draft, trace=ask.trace))
-    capacity = machine.budget[machine.compute]
-    # Between the moments of the forward what libraries keep is there too.
-    kept = planner.budgets.fixed_bytes + (planner.budgets.machine.costs.set_aside_bytes if ask.knows_workspaces else 0)
-    return planner.once(
-        ("woven", id(trace), id(updates), capacity),
-        lambda: weave(trace, updates, state=ask.start, capacity_bytes=capacity, kept_bytes=kept),
-        trace,
-        updates,
-    )
-
-
 def make(planner: Planner, draft: Draft) -> Draft:
     """Makes the plan: moment by moment, what must leave so that the moment fits, and what must come."""
     ask, trace, start = draft.ask, draft.trace, draft.ask.start
@@ -297,11 +289,10 @@ def make(planner: Planner, draft: Draft) -> Draft:
     )
 
     def make_now() -> Plan:
-        own = replace(ask, updates=None)  # they are part of the trace
         plan = make_plan(
             trace,
             layout=planner.layout,
-            machine=planner.machine_for(replace(draft, ask=own)),
+            machine=planner.machine_for(ask, trace, start=draft.start),
             start=draft.start,
             policy=planner.policy,
             following=after,

@@ -295,10 +295,14 @@ def apply(state: Residency, action: Action) -> None:
     """
     if isinstance(action, Wait):
         finish(state, ended_by(state, action))
+    elif isinstance(action, Issue) and action.work.kind is WorkKind.UPDATE:
+        _update(state, action)
+    elif action.slots != state.slots.get(action.of):
+        if action.of not in state.home:
+            _refuse(9, action, "there is no such unit")
+        _refuse(7, action, f"the unit takes {state.slots[action.of]} slots")
     elif isinstance(action, Drop):
         _drop(state, action)
-    elif action.work.kind is WorkKind.UPDATE:
-        _update(state, action)
     elif action.src is None:
         _create(state, action)
     else:
@@ -315,8 +319,6 @@ def give_up(state: Residency, ref: PlaneRef) -> None:
 
 def _copy(state: Residency, action: Issue, src: Tier) -> None:
     _, ref, dst = action.work
-    if action.slots != state.slots.get(ref):
-        _refuse_unit(state, action, ref)
     home, newest = state.home[ref], state.newest.get(ref, ())
     if ref in state.under_way and state.flight(ref):
         _refuse(5, action, "an earlier transfer of it has not been waited for")
@@ -385,8 +387,6 @@ def before_it(state: Residency, issue: Issue) -> list[Issue]:
 
 def _drop(state: Residency, action: Drop) -> None:
     ref, tier = action.of, action.tier
-    if action.slots != state.slots.get(ref):
-        _refuse_unit(state, action, ref)
     newest = state.newest.get(ref, ())
     if ref in state.under_way:
         _expect_unused(state, action, ref, tier)
@@ -407,8 +407,6 @@ def _forget_slots(state: Residency, ref: PlaneRef, tier: Tier) -> None:
 
 def _create(state: Residency, action: Issue) -> None:
     _, ref, tier = action.work
-    if action.slots != state.slots.get(ref):
-        _refuse_unit(state, action, ref)
     if ref in state.newest:
         _refuse(4, action, "it has contents")
     if any(ref in refs for refs in state.taken.values()):
@@ -472,12 +470,6 @@ def _end(state: Residency, issue: Issue) -> None:
             del state.under_way[ref]
             if use.is_unwanted:
                 mark_free(state, ref)
-
-
-def _refuse_unit(state: Residency, action: Issue | Drop, ref: PlaneRef) -> NoReturn:
-    if ref not in state.home:
-        _refuse(9, action, "there is no such unit")
-    _refuse(7, action, f"the unit takes {state.slots[ref]} slots")
 
 
 def _expect_unused(state: Residency, action: Action, ref: PlaneRef, tier: Tier) -> None:

@@ -39,11 +39,9 @@ def simulate(plan: Plan, trace: Trace) -> Simulation:
     state = Residency.of(plan.start)
     compute, slot_bytes = state.compute, state.slot_bytes
     ledger = Ledger()
-    for ref, tier in state.home.items():
-        if tier is not compute:
-            ledger.add(tier, state.unit_bytes(ref))
-    for tier, slots_used in state.slots_used.items():
-        ledger.add(tier, slots_used * slot_bytes)
+    for tier in Tier:
+        resting = state.slots_resting[tier] if tier is not compute else 0
+        ledger.add(tier, (resting + state.slots_used.get(tier, 0)) * slot_bytes)
     freed_after = plan.freed_after()
     slots: list[int] = []
     per_moment: list[int] = []

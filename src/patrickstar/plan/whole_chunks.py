@@ -13,6 +13,7 @@ has waiting can be updated at once. What does not fit is updated parameter by pa
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -68,9 +69,10 @@ def update_whole_chunks(
     grown, tiers = choose_places(updated_anywhere, grown)
     moments: list[Moment] = []
     updated_at: dict[int, int] = {}
+    arriving = {index: chunk for chunk in until for index in came[chunk]}
     for index, moment in enumerate(trace.moments):
-        chunk = _arriving(moment)
-        if chunk not in until:
+        chunk = arriving.get(index)
+        if chunk is None:
             moments.append(moment)
             continue
         gradient = PlaneRef(chunk, GRAD)
@@ -93,31 +95,21 @@ def _update_of(chunk: int, last: Moment) -> Moment:
 
 def _held_after(trace: Trace, last: Mapping[int, int]) -> set[int]:
     """The chunks of which something is held after the last of their gradients has come: what is updated elsewhere leaves."""
-    owners: dict[PlaneRef, list[int]] = {}
-    for chunk, index in last.items():
-        for touch in trace.moments[index].touches:
-            owners.setdefault(touch.ref, []).append(chunk)
-    found: set[int] = set()
-    for index, moment in enumerate(trace.moments):
-        for ref in moment.held:
-            found.update(chunk for chunk in owners.get(ref, ()) if last[chunk] <= index)
-    return found
-
-
-def _arriving(moment: Moment) -> int | None:
-    """The chunk that a gradient updates as it arrives; None where the moment is no such arrival."""
-    if moment.phase is not Phase.BACKWARD:
-        return None
-    return next((touch.ref.chunk for touch in moment.touches if touch.ref.plane == EXP_AVG), None)
+    held_until = {ref: index for index, moment in enumerate(trace.moments) for ref in moment.held}
+    return {
+        chunk
+        for chunk, index in last.items()
+        if any(held_until.get(touch.ref, -1) >= index for touch in trace.moments[index].touches)
+    }
 
 
 def _arrivals(trace: Trace, state: Residency) -> dict[int, list[int]]:
     """Moments in which gradients arrive, by chunk: of chunks all of whose gradients are used at once, and have no home below."""
-    found: dict[int, list[int]] = {}
+    found: dict[int, list[int]] = defaultdict(list)
     for index, moment in enumerate(trace.moments):
-        chunk = _arriving(moment)
-        if chunk is not None:
-            found.setdefault(chunk, []).append(index)
+        if moment.phase is Phase.BACKWARD:  # a gradient that updates its chunk touches its states
+            for chunk in [touch.ref.chunk for touch in moment.touches if touch.ref.plane == EXP_AVG]:
+                found[chunk].append(index)
     kept = {ref.chunk for ref in trace.touched(GRAD)}
     return {
         chunk: at
