@@ -83,7 +83,6 @@ def _publish(temporary: Path, directory: Path, shards: set[str], io: FileIO) -> 
         if INDEX_FILE in before and entry == INDEX_FILE and shards & before:
             io.unlink(directory / INDEX_FILE)
             io.sync_directory(directory)
-            before.remove(INDEX_FILE)
         written = io.names(temporary)
         for name in written:
             if name != entry:
