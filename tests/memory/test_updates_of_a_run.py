@@ -101,7 +101,7 @@ def test_the_weight_comes_up_chunk_by_chunk_each_after_its_own_update(run: RunOn
     run.end()
     run.store.carry_out([Wait.copy(WEIGHT, D)])
     assert run.values(D) == run.values(H) == [3.0, 4.0, 5.0]
-    assert run.store.ledger.moved("H>D") == CHUNKS * SLOT_BYTES
+    assert run.store.ledger.moved["H>D"] == CHUNKS * SLOT_BYTES
 
 
 def test_what_could_not_come_is_not_updated_and_stays_wanted(run: RunOnHost, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ MOVING: tuple[Mutant, ...] = (
         drop("if tier is self._compute: ..."), f"{TRAINING_ON}[emulated-next-use-deferred]"
     ),
     Fault("the-most-that-lay-beside-chunks-is-forgotten", "core.ledger:Ledger.nonmodel").by(
-        drop("_peak"),
+        drop("peak"),
         "tests/session/test_budgets.py::test_activations_that_come_and_go_between_two_moves_are_part_of_the_peak",
     ),
     Fault("a-profile-does-not-show-what-moves", "memory.store:ChunkStore._do").by(
@@ -85,7 +85,7 @@ MOVING: tuple[Mutant, ...] = (
         replace(
             "arena.copying(...)",
             (
-                "(lambda: None) if src is self._compute and self.ledger.moved('D>H') == 4 * slots * "
+                "(lambda: None) if src is self._compute and self.ledger.moved['D>H'] == 4 * slots * "
                 "self.arenas[self._compute].slot_bytes else _"
             ),
         ),
@@ -94,7 +94,7 @@ MOVING: tuple[Mutant, ...] = (
     Fault("one-write-back-to-the-disk-is-skipped", "memory.unit_bytes:UnitBytes.moving").by(
         replace(
             "self._pool().writing(...)",
-            ("(lambda: None) if self.ledger.moved('H>K') == 4 * slots * self.arenas[self._compute].slot_bytes else _"),
+            ("(lambda: None) if self.ledger.moved['H>K'] == 4 * slots * self.arenas[self._compute].slot_bytes else _"),
         ),
         f"{TRAINING_ON}[cpu+disk-next-use-deferred]",
     ),

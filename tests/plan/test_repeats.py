@@ -48,9 +48,8 @@ def test_what_is_there_at_the_end_was_there_at_the_beginning_or_has_just_been_us
     last = instance.trace.moments[-1]
     used = {touch.ref for touch in last.touches} | set(last.held)
     at_home = {ref for ref, tier in start.home.items() if tier is compute}
-    let_go = set(
-        plan.freed_after().get(len(instance.trace) - 1, ())
-    )  # slots that the next plan gives back first of all
+    # Slots that the next plan gives back first of all.
+    let_go = {ref for index, ref in plan.frees if index == len(instance.trace) - 1}
     assert set(plan.end.taken[compute]) <= start.taken[compute] | used | at_home | let_go
 
 

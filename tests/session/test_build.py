@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from patrickstar.config.arguments import check_arguments
-from patrickstar.core.machine import LINKS, Tier
+from patrickstar.core.machine import Tier
 from patrickstar.hooks import watch_root
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.session.adopt import take_over
@@ -58,7 +58,7 @@ def test_what_takes_steps_is_built_over_a_memory_that_is_there(machine: str, tmp
     root = watch_root(model, parts.events)
     train_alone(parts, steps=3)
     train(plain, adamw(plain), steps=3)
-    assert any(map(store.ledger.moved, LINKS))
+    assert any(store.ledger.moved.values())
     for name, parameter in plain.named_parameters():
         assert same_bits(parts.weights.read(name), parameter.detach())
     root.remove()

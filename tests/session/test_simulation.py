@@ -114,7 +114,7 @@ class Watching:
         )
 
     def _bytes_moved(self) -> Mapping[str, int]:
-        return {over: self._store.ledger.moved(over) for over in LINKS}
+        return {over: self._store.ledger.moved[over] for over in LINKS}
 
     def _end_moment(self) -> None:
         """Before anything happens for the next one."""

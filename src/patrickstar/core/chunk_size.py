@@ -111,18 +111,13 @@ def whole_grains(numel: int, *, grain: int) -> int:
 
 def count_chunks(spaces: Sequence[int], *, chunk_numel: int) -> int:
     """Number of chunks that `build_layout` makes of tensors that take these spaces, without making a layout."""
-    n_chunks, room = 1, chunk_numel
-    fresh = True  # the chunk at hand is still empty: a tensor that it cannot hold makes a run of it
+    n_chunks = room = 0  # so far, and in the last run
     for space in spaces:
-        if space <= room:
-            room -= space
-            fresh = fresh and not space
-        else:
+        if space > room:
             length = -(-space // chunk_numel)
-            n_chunks += length - fresh
-            room = length * chunk_numel - space
-            fresh = False
-    return n_chunks
+            n_chunks, room = n_chunks + length, length * chunk_numel
+        room -= space
+    return max(n_chunks, 1)
 
 
 def _rings(aim: int, *, whole: int, grain: int) -> Iterator[tuple[int, int]]:

@@ -95,14 +95,9 @@ FP32: Final = Formats(planes=_FP32_PLANES)
 
 def bf16_formats(*, gradient: str = "bfloat16") -> Formats:
     """The split master: bf16 weights, and what completes them to fp32. `gradient`: "bfloat16", or "float32" where several add up."""
-    split = {
-        WEIGHT: PlaneFormat("bfloat16", 2),
-        REST: PlaneFormat("int16", 2),
-        GRAD: PlaneFormat(gradient, 2 if gradient == "bfloat16" else 4),
-        EXP_AVG: _FP32,
-        EXP_AVG_SQ: _FP32,
-    }
-    return Formats(planes=split, frozen=split[WEIGHT])
+    narrow = PlaneFormat("bfloat16", 2)
+    split = {WEIGHT: narrow, REST: PlaneFormat("int16", 2), GRAD: narrow if gradient == "bfloat16" else _FP32}
+    return Formats(planes={**_FP32_PLANES, **split}, frozen=narrow)
 
 
 def fp16_formats(*, is_split: bool, gradient: str = "float16") -> Formats:

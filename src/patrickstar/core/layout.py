@@ -14,6 +14,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -294,29 +295,29 @@ def build_layout(specs: Sequence[TensorSpec], *, chunk_numel: int) -> Layout:
     _refuse_bad_input(specs, chunk_numel)
     runs: list[Run] = []
     slices: dict[str, Slice] = {}
-    names: list[str] = []
-    head, length, used = 0, 1, 0
     groups: list[Group] = []
-    for spec in in_groups(specs):
-        tiles: list[Tile] = []
-        for numel in spec.tiles():
-            space = aligned(numel)
-            opens_group = not groups or groups[-1][1:] != spec.kind()
-            if opens_group or used + space > length * chunk_numel:
-                if names if opens_group else used:
-                    runs.append(Run(head, length, tuple(names)))
-                    head, names = head + length, []
-                length, used = max(1, -(-space // chunk_numel)), 0
-            if opens_group:
-                groups.append(Group(head, *spec.kind()))
-            tiles.append(Tile(head, used if space else 0, sum(tile.numel for tile in tiles), numel))
-            if spec.name not in names[-1:]:
-                names.append(spec.name)
-            used += space
-        first = tiles[0]
-        in_tiles = tuple(tiles) if len(tiles) > 1 else ()
-        slices[spec.name] = Slice(spec.name, first.chunk, first.offset, spec.numel, in_tiles)
-    runs.append(Run(head, length, tuple(names)))
+    head = 0
+    for kind, group in groupby(in_groups(specs), TensorSpec.kind):
+        groups.append(Group(head, *kind))
+        length, used, names = 1, 0, list[str]()
+        for spec in group:
+            tiles: list[Tile] = []
+            for numel in spec.tiles():
+                space = aligned(numel)
+                if used + space > length * chunk_numel:
+                    if used:
+                        runs.append(Run(head, length, tuple(names)))
+                        head, names = head + length, []
+                    length, used = -(-space // chunk_numel), 0
+                tiles.append(Tile(head, used if space else 0, sum(tile.numel for tile in tiles), numel))
+                if spec.name not in names[-1:]:
+                    names.append(spec.name)
+                used += space
+            first = tiles[0]
+            in_tiles = tuple(tiles) if len(tiles) > 1 else ()
+            slices[spec.name] = Slice(spec.name, first.chunk, first.offset, spec.numel, in_tiles)
+        runs.append(Run(head, length, tuple(names)))
+        head += length
     in_order = {spec.name: slices[spec.name] for spec in specs}
     return Layout(chunk_numel, tuple(runs), in_order, tuple(groups))
 

@@ -41,7 +41,7 @@ from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Touch, Trace
 from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work, WorkKind
-from patrickstar.plan.plan import Plan, Snapshot
+from patrickstar.plan.plan import Plan, Snapshot, frees_by_moment
 
 _At = tuple[int, int]
 """A place in a plan: the number of a moment, and of an action before it, or one of these two."""
@@ -71,7 +71,7 @@ def check(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> list[st
 
 
 def _tell(histories: dict[PlaneRef, _History], plan: Plan, trace: Trace, found: _Found) -> None:
-    compute, freed_after = plan.start.compute, plan.freed_after()
+    compute, freed_after = plan.start.compute, frees_by_moment(plan.frees)
     updates = _Updates(histories, compute, found)
     for index, (moment, actions) in enumerate(zip(trace.moments, plan.moments, strict=False)):
         pinned = {*moment.held, *(touch.ref for touch in moment.touches if touch.tier in (None, compute))}

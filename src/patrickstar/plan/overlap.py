@@ -36,7 +36,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.trace import Moment, Trace
 from patrickstar.plan.actions import Action, Drop, Issue, Wait, WorkKind, is_copy, slots_taken, units_of
-from patrickstar.plan.plan import Plan, Snapshot
+from patrickstar.plan.plan import Plan, Snapshot, frees_by_moment
 from patrickstar.plan.residency import Residency, apply
 
 _TIERS = tuple(Tier)
@@ -59,8 +59,7 @@ def overlap_disk(plan: Plan, trace: Trace, *, moments_ahead: int | None) -> Plan
     """The plan with its transfers between host and disk below a device at most so many moments earlier; None: as early as they can be."""
     if moments_ahead == 0 or plan.start.compute is Tier.HOST or Tier.DISK not in plan.start.home.values():
         return plan
-    moments = _Overlap(plan, trace, moments_ahead, Tier.HOST).moved()
-    return replace(plan, moments=tuple(map(tuple, moments)))
+    return _Overlap(plan, trace, moments_ahead, Tier.HOST).plan()
 
 
 class _Leaving(NamedTuple):
@@ -83,25 +82,17 @@ class _Overlap:
         self._is_between = upper is not plan.start.compute  # the host, between a device and the disk
         self._home, self._slots = plan.start.home, plan.start.slots
 
-        self._moved: dict[int, list[Action]] = defaultdict(
-            list
-        )  # by the moment to which they have come from later ones
+        # Actions that have come to a moment from later ones, and those that are no longer at their own, by `id()`.
+        self._moved: dict[int, list[Action]] = defaultdict(list)
+        self._gone: set[int] = set()
         self._level: list[int] = []  # slots in use as each moment begins, as the plan is
         self._capacity: list[int] = []  # slots that there are at each
         self._free = FreeSlots(self._free_slots())
         self._pins = self._all_pins()
-        # What leaves at a moment, and when it has left.
-        self._dropped: dict[int, list[Action]] = defaultdict(list)
         self._written: dict[PlaneRef, int] = {}
         self._last_issue = 0
 
-    def plan(self, goes_down: Collection[PlaneRef]) -> Plan:
-        moments = self.moved()
-        self._wait_for_updates_late(moments)
-        end = self._descend(moments, goes_down) if goes_down else self._plan.end
-        return replace(self._plan, moments=tuple(map(tuple, moments)), end=end)
-
-    def moved(self) -> list[list[Action]]:
+    def plan(self, goes_down: Collection[PlaneRef] = ()) -> Plan:
         by_unit = [self._by_unit(actions) for actions in self._plan.moments]
         for index, units in enumerate(by_unit):
             self._drop_unused(index, units)
@@ -109,7 +100,16 @@ class _Overlap:
         for index, moment in enumerate(self._trace.moments):
             kept.append(self._move(index, by_unit[index]))
             self._written.update((touch.ref, index) for touch in moment.touches if touch.writes)
-        return [self._together(index, own) for index, own in enumerate(kept)]
+        moments = [self._together(index, own) for index, own in enumerate(kept)]
+        if not self._is_between:
+            self._wait_for_updates_late(moments)
+        end = self._descend(moments, goes_down) if goes_down else self._plan.end
+        return replace(self._plan, moments=tuple(map(tuple, moments)), end=end)
+
+    def _put(self, at: int, *actions: Action) -> None:
+        """Has actions done before an earlier moment than the one that has them."""
+        self._moved[at] += actions
+        self._gone.update(map(id, actions))
 
     def _by_unit(self, actions: Iterable[Action]) -> dict[PlaneRef, list[Action]]:
         found: dict[PlaneRef, list[Action]] = {}
@@ -135,15 +135,14 @@ class _Overlap:
     def _all_pins(self) -> dict[PlaneRef, list[int]]:
         """The moments at which each unit is used on the tier, or something is done with it."""
         pins: dict[PlaneRef, list[int]] = defaultdict(list)
-        freed_after = self._plan.freed_after()
+        freed_after = frees_by_moment(self._plan.frees)
         for index, moment in enumerate(self._trace.moments):
-            if self._is_between:
-                used = [touch.ref for touch in moment.touches if touch.writes or touch.tier is self._upper]
-            else:
-                used = [*moment.held, *(touch.ref for touch in moment.touches)]
             actions = self._plan.moments[index]
             if self._is_between:
+                used = [touch.ref for touch in moment.touches if touch.writes or touch.tier is self._upper]
                 used += _updated(actions, self._home)
+            else:
+                used = [*moment.held, *(touch.ref for touch in moment.touches)]
             for ref in dict.fromkeys((*used, *freed_after.get(index, ()), *(action.of for action in actions))):
                 pins[ref].append(index)
         return pins
@@ -173,26 +172,23 @@ class _Overlap:
     def _move(self, index: int, by_unit: dict[PlaneRef, list[Action]]) -> list[Action]:
         """Moves what can be moved from a moment to earlier ones; what stays."""
         coming, going, leaving = self._transfers(index, by_unit)
-        gone, first = self._dropped[index], index
+        first = index
         for one in leaving:
             self._free.add(one.copy.slots, one.earliest, index)  # if they are needed
         if self._is_between:
-            gone += self._drop_early(leaving, 0, index)
+            self._drop_early(leaving, 0, index)
         for copy in coming:
-            at = self._arrive(copy, index, gone)
+            at = self._arrive(copy, index)
             if at < index:
-                gone.append(copy)
-                self._moved[at].append(copy)
+                self._put(at, copy)
                 first = min(first, at)
         if not self._is_between:
-            gone += self._drop_early(leaving, first, index)
+            self._drop_early(leaving, first, index)
         for copy in going:
             at = self._complete_from(copy.of, index)
             if at < index:
-                gone.append(copy)
-                self._moved[at].append(copy)
-        moved = set(map(id, gone))
-        return [action for action in self._plan.moments[index] if id(action) not in moved]
+                self._put(at, copy)
+        return [action for action in self._plan.moments[index] if id(action) not in self._gone]
 
     def _transfers(
         self, index: int, by_unit: dict[PlaneRef, list[Action]]
@@ -228,8 +224,7 @@ class _Overlap:
                 at = self._unused_from(ref, index)
                 if at < index:
                     self._free.add(drop.slots, at, index)
-                    self._moved[at].append(drop)
-                    self._dropped[index].append(drop)
+                    self._put(at, drop)
 
     def _complete_from(self, ref: PlaneRef, index: int) -> int:
         """The first moment at which a unit can begin to go down: it is not written until this one, and nobody has its address."""
@@ -241,9 +236,9 @@ class _Overlap:
             first, at = first + 1, bisect_right(pins, first)
         return first
 
-    def _arrive(self, copy: Issue, index: int, gone: Iterable[Action]) -> int:
+    def _arrive(self, copy: Issue, index: int) -> int:
         """The first moment from which on a unit that comes has its slots free until this one; they are taken then."""
-        if self._is_between and not self._fits(copy, index, set(map(id, gone))):
+        if self._is_between and not self._fits(copy, index):
             return index
         first = max(self._last_issue, self._unused_from(copy.of, index))
         at = self._free.enough_from(copy.slots, min(first, index), index)
@@ -251,27 +246,23 @@ class _Overlap:
         self._last_issue = max(self._last_issue, at)
         return at
 
-    def _fits(self, copy: Issue, index: int, gone: Collection[int]) -> bool:
-        """Tells whether there are slots for a copy before all that a moment has before it, where these actions have been moved away."""
-        actions = self._plan.moments[index]
+    def _fits(self, copy: Issue, index: int) -> bool:
+        """Tells whether there are slots for a copy before all that a moment has before it, but for actions that are gone."""
+        actions, gone = self._plan.moments[index], self._gone
         level = peak = self._level[index] + sum(self._taken(action) for action in actions if id(action) in gone)
         for action in takewhile(lambda action: action is not copy, actions):
             level += 0 if id(action) in gone else self._taken(action)
             peak = max(peak, level)
         return peak + copy.slots <= self._capacity[index]
 
-    def _drop_early(self, leaving: Iterable[_Leaving], first: int, index: int) -> list[Action]:
-        """Notes what is written back early, and what leaves early, from when on something needs its slots; the actions that are moved."""
-        gone = list[Action]()
+    def _drop_early(self, leaving: Iterable[_Leaving], first: int, index: int) -> None:
+        """Has what leaves written back early, and leave early, from when on something needs its slots."""
         for one in leaving:
-            self._moved[one.write_back].append(one.copy)
-            gone.append(one.copy)
+            self._put(one.write_back, one.copy)
             at = max(one.earliest, first)
             self._free.add(-one.copy.slots, one.earliest, min(at, index))
             if at < index:
-                self._moved[at] += one.ends
-                gone += one.ends
-        return gone
+                self._put(at, *one.ends)
 
     def _together(self, index: int, kept: list[Action]) -> list[Action]:
         """The actions of a moment: what stays there, and what has come."""

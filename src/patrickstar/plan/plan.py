@@ -161,15 +161,12 @@ class Plan:
         """All actions in order."""
         return (action for actions in self.moments for action in actions)
 
-    def freed_after(self) -> dict[int, list[PlaneRef]]:
-        """`frees` by moment: the units to mark free once it is over."""
-        return frees_by_moment(self.frees)
-
     def __str__(self) -> str:
         lines = [f"plan of {len(self.moments)} moments by {self.policy}"]
         lines += [f"layout {self.layout}", f"machine {self.machine}", f"start {self.start}"]
         lines += [f"{index}: {', '.join(map(str, actions))}" for index, actions in enumerate(self.moments) if actions]
-        lines += [f"frees {index}: {', '.join(map(str, refs))}" for index, refs in sorted(self.freed_after().items())]
+        freed = sorted(frees_by_moment(self.frees).items())
+        lines += [f"frees {index}: {', '.join(map(str, refs))}" for index, refs in freed]
         return "\n".join([*lines, f"end {self.end}"])
 
     def digest(self) -> str:
@@ -178,7 +175,7 @@ class Plan:
 
 
 def frees_by_moment(frees: Iterable[tuple[int, PlaneRef]]) -> dict[int, list[PlaneRef]]:
-    """The units freed after each moment that frees some."""
+    """The units to mark free once a moment is over, by moment."""
     freed: dict[int, list[PlaneRef]] = defaultdict(list)
     for index, ref in frees:
         freed[index].append(ref)

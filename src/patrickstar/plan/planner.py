@@ -116,13 +116,10 @@ class Planner:
 
     def update_trace(self, names: Collection[str], tiers: Mapping[int, Tier] = MappingProxyType({})) -> Trace:
         """The trace of the update of these parameters. `tiers`: of chunks that are not updated where the step computes."""
-        layout, formats, scratch_bytes = self.layout, self.formats.now, self.update_bytes
-
-        def make() -> Trace:
-            trace = step_trace(layout, names, formats=formats, in_plane=True, scratch_bytes=scratch_bytes)
-            return on_tiers(trace, tiers)
-
-        return self.once(("step", frozenset(names), frozenset(tiers.items()), formats.thawed), make)
+        formats = self.formats.now
+        make = partial(step_trace, self.layout, names, formats=formats, in_plane=True, scratch_bytes=self.update_bytes)
+        key = ("step", frozenset(names), frozenset(tiers.items()), formats.thawed)
+        return self.once(key, lambda: on_tiers(make(), tiers))
 
     # the order of stretches
 

@@ -195,12 +195,7 @@ class Residency:
     @property
     def updates(self) -> list[Work]:
         """The updates under way, in the order of their issue."""
-        return [
-            issue.work
-            for ref, use in self.under_way.items()
-            for issue in use.by
-            if issue.work.kind is WorkKind.UPDATE and issue.work.of == ref
-        ]
+        return [work for ref in self.under_way for work in self.updates_of(ref) if work.of == ref]
 
     def is_free(self, ref: PlaneRef) -> bool:
         """Tells whether a unit has no contents."""

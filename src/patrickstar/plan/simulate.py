@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from patrickstar.core.ledger import Ledger
-from patrickstar.core.machine import LINKS, Tier
+from patrickstar.core.machine import Tier
 from patrickstar.core.trace import Trace
 from patrickstar.plan.actions import Drop, Issue, Work, WorkKind
-from patrickstar.plan.plan import Plan
+from patrickstar.plan.plan import Plan, frees_by_moment
 from patrickstar.plan.residency import Residency, apply, mark_moment
 
 
@@ -42,7 +42,7 @@ def simulate(plan: Plan, trace: Trace) -> Simulation:
     for tier in Tier:
         resting = state.slots_resting[tier] if tier is not compute else 0
         ledger.add(tier, (resting + state.slots_used.get(tier, 0)) * slot_bytes)
-    freed_after = plan.freed_after()
+    freed_after = frees_by_moment(plan.frees)
     slots: list[int] = []
     per_moment: list[int] = []
     for index, (moment, actions) in enumerate(zip(trace.moments, plan.moments, strict=True)):
@@ -60,7 +60,7 @@ def simulate(plan: Plan, trace: Trace) -> Simulation:
         slots.append(state.slots_used[compute])
         per_moment.append(ledger.in_use(compute))
         mark_moment(state, moment, freed_after.get(index, ()))
-    peak = {tier.label: ledger.peak(tier) for tier in Tier}
+    peak = {tier.label: ledger.peak[tier] for tier in Tier}
     # What is there before the first moment's evictions is the last plan's to answer for.
     peak[compute.label] = max(per_moment, default=0)
-    return Simulation(peak, {over: ledger.moved(over) for over in LINKS}, tuple(slots), tuple(per_moment))
+    return Simulation(peak, ledger.moved, tuple(slots), tuple(per_moment))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from patrickstar.core.machine import LINKS, Tier
 from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.session.parts import Parts
 from patrickstar.units import format_bytes
@@ -89,11 +88,8 @@ def gather_stats(parts: Parts) -> Stats:
     if gradient_bytes:
         model_data[GRAD] = model_data.get(GRAD, 0) + gradient_bytes
     return Stats(
-        peak={tier.label: ledger.peak(tier) for tier in Tier},
-        moved={
-            **{link: ledger.moved(link) for link in LINKS},
-            "ranks": 0 if parts.collectives is None else parts.collectives.sent_bytes,
-        },
+        peak={tier.label: nbytes for tier, nbytes in ledger.peak.items()},
+        moved={**ledger.moved, "ranks": 0 if parts.collectives is None else parts.collectives.sent_bytes},
         sent=dict(parts.sent.last),
         model_data=model_data,
         steps=counts.steps,

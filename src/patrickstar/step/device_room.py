@@ -109,7 +109,7 @@ class DeviceRoom(EmulatedRoom):
         if known is not None and trace is not None and stretch.complete and self._is_seen and not known.by_chance:
             known.expected.knows_workspaces = True
         if excess > left:
-            budget, is_over = format_bytes(budget_bytes), self._store.ledger.peak(self._compute) > budget_bytes
+            budget, is_over = format_bytes(budget_bytes), self._store.ledger.peak[self._compute] > budget_bytes
             _log.log(
                 logging.INFO if self._has_told else logging.WARNING,
                 "activations and workspaces took %s of the device in the %s, %s more at some op than its plan left them: plans are made anew, with "
