@@ -15,6 +15,7 @@ from rich.console import Console
 import patrickstar
 from patrickstar.cli.batches import as_batch, prepare_data, windows_of
 from patrickstar.cli.display import Display, EventLog, step_text
+from patrickstar.cli.models import check_length
 from patrickstar.cli.predict import manage_arguments
 from patrickstar.cli.request import Request
 from patrickstar.cli.run import build_deferred, computing_device
@@ -47,6 +48,7 @@ def run_parts(request: Request, parts: int) -> int:
     """Trains as a rank of an elastic job, or as one process; gives the exit status. patrickstar.Error: whatever keeps it from training."""
     display = Display(None if os.environ.get("RANK", "0") == "0" else Console(quiet=True))
     config = request.source.config()
+    check_length(config, request.seq_len)
     model = build_deferred(request, display)
     data = prepare_data(
         request.data, vocab_size=config.vocab_size, own_tokenizer=request.source.tokenizer, display=display

@@ -95,9 +95,6 @@ class Room:
     def end(self, stretch: Stretch, known: KnownForward | None, *, budget_bytes: int) -> None:
         """Ends the count for a stretch, and learns from it. `known`: of its forward; `budget_bytes`: what chunks and activations may take."""
 
-    def stay_within(self) -> None:
-        """Gives back what the allocator keeps, where the process would pass its bound in the rest of a moment that lasts."""
-
     def rise(self, nbytes: int) -> None:
         """Notes that a moment takes so much beside chunks."""
         self.level_bytes = max(self.level_bytes, nbytes)
@@ -294,7 +291,8 @@ class HostRoom(Room):
         self._pilot.yield_bytes(excess, slots=slots)
         return self._pilot.decided(*moment)
 
-    def stay_within(self) -> None:
+    def look_again(self) -> None:
+        """Has the allocator give back what it keeps, where the process would pass its bound in the rest of a moment."""
         if self._is_bounded:
             self.excess_bytes(self._rise_bytes())
 

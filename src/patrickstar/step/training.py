@@ -24,6 +24,7 @@ from patrickstar.step.executor import Executor
 from patrickstar.step.gathering import Gathering
 from patrickstar.step.gradients import Gradients
 from patrickstar.step.optimizer_step import OptimizerStep
+from patrickstar.step.room import HostRoom
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.whole import Whole
 from patrickstar.torch_private import Plain, at_end_of_backward, backward_id, inside_backward_node
@@ -73,7 +74,8 @@ class Training(ABC):
     def _keep(self, bound: BoundParameter, gradient: Tensor) -> None:
         """Keeps what has come of a gradient, in its plane; until the backward ends in a sum of its own where the plane is of another type."""
         if self.gathering is not None or self.touches.adds_up(bound.name, str(gradient.dtype).removeprefix("torch.")):
-            self.executor.room.stay_within()
+            if isinstance(self.executor.room, HostRoom):
+                self.executor.room.look_again()  # no moment comes before the gradient of a table does
             with self.executor.quiet():
                 self.sums.add(bound.name, gradient)
         else:
