@@ -118,7 +118,7 @@ def simulated_halves(session: patrickstar.Session) -> list[dict[str, int]]:
         for action in chain.from_iterable(half):
             if isinstance(action, Issue) and action.src is not None:
                 ledger.move(action.src, action.work.tier, state.unit_bytes(action.of))
-        halves.append({link: ledger.moved(link) for link in _LINKS})
+        halves.append({link: ledger.moved[link] for link in _LINKS})
     return halves
 
 

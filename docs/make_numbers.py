@@ -28,7 +28,7 @@ from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan import residency
 from patrickstar.plan.actions import Drop, is_copy, slots_taken
 from patrickstar.plan.make import make_plan
-from patrickstar.plan.plan import Plan
+from patrickstar.plan.plan import Plan, frees_by_moment
 from patrickstar.plan.residency import Residency
 
 RECORDS = Path(__file__).parent / "decisions"
@@ -148,7 +148,7 @@ def dropped_clean(plans: Sequence[Plan]) -> int:
     total = 0
     for plan, trace in zip(plans, example()[1:], strict=True):
         state = Residency.of(plan.start)
-        freed_after = plan.freed_after()
+        freed_after = frees_by_moment(plan.frees)
         for index, actions in enumerate(plan.moments):
             written_back = {action.of for action in actions if is_copy(action) and action.work.tier is Tier.DISK}
             for action in actions:

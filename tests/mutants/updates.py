@@ -45,7 +45,7 @@ UPDATES: tuple[Mutant, ...] = (
         drop("_expect_unused"), f"{RESIDENCY}::test_what_an_update_uses_stays_until_its_wait"
     ),
     Fault("a-wait-for-an-update-that-is-left-out-is-not-noticed", "plan.check:_tell").by(
-        drop("end"), f"{WEAVE}::test_an_update_that_nobody_waits_for_is_noticed_at_the_end"
+        drop("for update in ...: ..."), f"{WEAVE}::test_an_update_that_nobody_waits_for_is_noticed_at_the_end"
     ),
     Fault("a-unit-leaves-before-its-update-is-over", "memory.works_under_way:WorksUnderWay._before_reading").by(
         replace("residency.before_it(...)", "[]"), f"{STORE}::test_a_transfer_of_what_an_update_writes_comes_after_it"

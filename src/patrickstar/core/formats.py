@@ -38,9 +38,6 @@ class Formats:
     thawed: frozenset[int] = frozenset()
     widened: frozenset[int] = frozenset()
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "planes", MappingProxyType(dict(self.planes)))
-
     def thaw(self, chunks: Iterable[int]) -> Formats:
         """The formats with the given chunks trained."""
         return replace(self, thawed=self.thawed.union(chunks))
@@ -97,7 +94,7 @@ def bf16_formats(*, gradient: str = "bfloat16") -> Formats:
     """The split master: bf16 weights, and what completes them to fp32. `gradient`: "bfloat16", or "float32" where several add up."""
     narrow = PlaneFormat("bfloat16", 2)
     split = {WEIGHT: narrow, REST: PlaneFormat("int16", 2), GRAD: narrow if gradient == "bfloat16" else _FP32}
-    return Formats(planes={**_FP32_PLANES, **split}, frozen=narrow)
+    return Formats(planes=MappingProxyType({**_FP32_PLANES, **split}), frozen=narrow)
 
 
 def fp16_formats(*, is_split: bool, gradient: str = "float16") -> Formats:
@@ -110,4 +107,4 @@ def fp16_formats(*, is_split: bool, gradient: str = "float16") -> Formats:
     narrow = PlaneFormat("float16", 2)
     kept = {WEIGHT: narrow, REST: PlaneFormat("int32", 4)} if is_split else {WEIGHT: _FP32}
     planes = {**_FP32_PLANES, **kept, GRAD: narrow if gradient == "float16" else _FP32}
-    return Formats(planes=planes, frozen=narrow)
+    return Formats(planes=MappingProxyType(planes), frozen=narrow)

@@ -57,16 +57,11 @@ class Resharding:
     @property
     def members(self) -> tuple[Member, ...]:
         """All members of both, in an order that is that of each."""
-        merged, coming = list[Member](), iter(self.new)
-        for member in self.old:
-            if member in self.new:
-                for other in coming:
-                    merged.append(other)
-                    if other == member:
-                        break
-            else:
-                merged.append(member)
-        return (*merged, *coming)
+        merged = list(self.new)
+        for rank, member in enumerate(self.old):
+            if member not in self.new:  # its place is behind the one before it
+                merged.insert(merged.index(self.old[rank - 1]) + 1 if rank else 0, member)
+        return tuple(merged)
 
     def sent(self, member: Member, numel: int) -> list[int]:
         """Elements of one's share of a chunk of `numel` elements that each of `members` has afterwards, oneself included."""

@@ -28,7 +28,6 @@ class SlotMap:
         self._state = bytearray(virtual_slots)
         self._warm: OrderedDict[int, None] = OrderedDict()
         self.in_use = 0
-        self._n_apart = 0
         self._last_given = (0, 0)
 
     @property
@@ -38,7 +37,7 @@ class SlotMap:
 
     def can_take(self, n: int = 1) -> bool:
         """Tells whether there are `n` adjacent free slots."""
-        return self.in_use + self._n_apart < self.virtual_slots if n == 1 else self._best_run(n) >= 0
+        return bool(self._warm) or _COLD in self._state if n == 1 else self._best_run(n) >= 0
 
     def take(self, n: int = 1) -> int:
         """The first of `n` adjacent slots, now in use. Warm ones where there are such, else as many warm as can be.
@@ -46,12 +45,7 @@ class SlotMap:
         Raises:
             LookupError: there are no `n` adjacent free slots; the arena's virtual size was chosen too small.
         """
-        if n == 1 and self._warm:
-            slot, _ = self._warm.popitem(last=False)
-            self._state[slot] = _USED
-            self.in_use += 1
-            return slot
-        first = self._state.find(_COLD) if n == 1 else self._best_run(n)
+        first = next(iter(self._warm), self._state.find(_COLD)) if n == 1 else self._best_run(n)
         if first < 0:
             raise LookupError(
                 f"no {n} adjacent free slots among {self.virtual_slots}, of which {self.in_use} are in use"
@@ -89,13 +83,11 @@ class SlotMap:
         """A cold slot is not taken any more, until `put_back`."""
         assert self._state[slot] == _COLD, f"slot {slot} is set apart but not cold"
         self._state[slot] = _APART
-        self._n_apart += 1
 
     def put_back(self, slot: int) -> None:
         """A slot that was set apart is cold again."""
         assert self._state[slot] == _APART, f"slot {slot} is put back but was not set apart"
         self._state[slot] = _COLD
-        self._n_apart -= 1
 
     def _best_run(self, n: int) -> int:
         """The first slot of the `n` free adjacent ones among which most are warm, the highest such, or -1.

@@ -46,6 +46,9 @@ from patrickstar.plan.plan import Plan, Snapshot, frees_by_moment
 _At = tuple[int, int]
 """A place in a plan: the number of a moment, and of an action before it, or one of these two."""
 
+_Found = list[tuple[_At, int, str]]
+"""Violations: the place of each, the invariant that it breaks, and what is wrong."""
+
 _USE, _FREE = 1 << 30, (1 << 30) + 1
 _PLAN, _START = (-2, 0), (-1, 0)
 
@@ -54,20 +57,22 @@ def check(plan: Plan, trace: Trace, layout: Layout, machine: Machine) -> list[st
     """Violations, in the order of the plan, as `(4) moment 17 backward h.3.mlp.w1: c3.weight D!: ...`."""
     found, start, end = _Found(), plan.start, plan.end
     if plan.layout != layout.digest():
-        found.add(_PLAN, 9, f"it is for layout {plan.layout}, not {layout.digest()}")
+        found.append((_PLAN, 9, f"it is for layout {plan.layout}, not {layout.digest()}"))
     if len(plan.moments) != len(trace):
-        found.add(_PLAN, 9, f"it has {len(plan.moments)} moments, the trace {len(trace)}")
+        found.append((_PLAN, 9, f"it has {len(plan.moments)} moments, the trace {len(trace)}"))
     histories = {ref: _History(ref, start, found) for ref in sorted(start.home)}
     _tell(histories, plan, trace, found)
     at_end = (len(trace), 0)
     if (end.compute, end.slot_bytes, end.home, end.slots) != (start.compute, start.slot_bytes, start.home, start.slots):
-        found.add(at_end, 9, "homes or sizes of units are not those of the start")
+        found.append((at_end, 9, "homes or sizes of units are not those of the start"))
     else:
         freed = {ref for _, ref in plan.frees}
         for ref, history in histories.items():
             history.end(at_end, end, may_be_lost=ref in freed or ref not in start.newest)
     _add_up(histories.values(), start, trace, machine, found)
-    return found.texts(trace)
+    places = {_PLAN[0]: "the plan", _START[0]: "the start", len(trace): "the end"}
+    in_order = sorted(found, key=lambda one: one[0])
+    return [f"({no}) {places.get(at) or f'moment {trace.name(at)}'}: {text}" for (at, _), no, text in in_order]
 
 
 def _tell(histories: dict[PlaneRef, _History], plan: Plan, trace: Trace, found: _Found) -> None:
@@ -77,19 +82,20 @@ def _tell(histories: dict[PlaneRef, _History], plan: Plan, trace: Trace, found: 
         pinned = {*moment.held, *(touch.ref for touch in moment.touches if touch.tier in (None, compute))}
         for number, action in enumerate(actions):
             if not isinstance(action, Issue | Wait | Drop):
-                found.add((index, number), 6, f"{action}: not an action of one rank")
+                found.append(((index, number), 6, f"{action}: not an action of one rank"))
             elif not isinstance(action, Drop) and action.work.kind is WorkKind.UPDATE:
                 updates.act((index, number), action, moment)
             elif action.of not in histories:
-                found.add((index, number), 9, f"{action}: there is no such unit")
+                found.append(((index, number), 9, f"{action}: there is no such unit"))
             else:
                 histories[action.of].act((index, number), action, is_pinned=action.of in pinned)
         if moment.updates is not None and moment.updates not in updates.begun:
-            found.add((index, _USE), 10, f"the update of c{moment.updates} does not begin")
+            found.append(((index, _USE), 10, f"the update of c{moment.updates} does not begin"))
         _use(histories, moment, (index, _USE), pinned, compute)
         for ref in freed_after.get(index, ()):
             histories[ref].free((index, _FREE))
-    updates.end((len(trace), 0))
+    for update in sorted(updates.under_way, key=lambda update: update.of):
+        found.append(((len(trace), 0), 10, f"the update of c{update.of.chunk} was never waited for"))
 
 
 def _use(histories: dict[PlaneRef, _History], moment: Moment, at: _At, pinned: set[PlaneRef], compute: Tier) -> None:
@@ -113,47 +119,26 @@ class _Updates:
     _histories: dict[PlaneRef, _History]
     _compute: Tier
     _found: _Found
-    _under_way: dict[Work, tuple[Touch, ...]] = field(default_factory=dict)
+    under_way: dict[Work, tuple[Touch, ...]] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
 
     def act(self, at: _At, action: Issue | Wait, moment: Moment) -> None:
         update, chunk = action.work, action.of.chunk
         if isinstance(action, Wait):
-            if update not in self._under_way:
-                self._found.add(at, 10, f"{action}: no such update has begun")
-            for touch in self._under_way.pop(update, ()):
+            if update not in self.under_way:
+                self._found.append((at, 10, f"{action}: no such update has begun"))
+            for touch in self.under_way.pop(update, ()):
                 self._histories[touch.ref].end_update(at, update)
             return
         if chunk in self.begun:
-            self._found.add(at, 10, f"{update}: it has been done")
+            self._found.append((at, 10, f"{update}: it has been done"))
         if moment.updates != chunk or (moment.update_tier or self._compute) is not update.tier:
-            self._found.add(at, 10, f"{update}: this is not its moment")
+            self._found.append((at, 10, f"{update}: this is not its moment"))
             return
         self.begun.add(chunk)
-        self._under_way[update] = moment.touches
+        self.under_way[update] = moment.touches
         for touch in moment.touches:
             self._histories[touch.ref].begin_update(at, update)
-
-    def end(self, at: _At) -> None:
-        for update in sorted(self._under_way, key=lambda update: update.of):
-            self._found.add(at, 10, f"the update of c{update.of.chunk} was never waited for")
-
-
-@dataclass(slots=True)
-class _Found:
-    """Violations, each with its place."""
-
-    _all: list[tuple[_At, int, str]] = field(default_factory=list)
-
-    def add(self, at: _At, number: int, text: str) -> None:
-        self._all.append((at, number, text))
-
-    def texts(self, trace: Trace) -> list[str]:
-        def where(moment: int) -> str:
-            names = {_PLAN[0]: "the plan", _START[0]: "the start", len(trace): "the end"}
-            return names[moment] if moment in names else f"moment {trace.name(moment)}"
-
-        return [f"({number}) {where(at[0])}: {text}" for at, number, text in sorted(self._all, key=lambda one: one[0])]
 
 
 class _History:
@@ -164,14 +149,13 @@ class _History:
 
     def __init__(self, ref: PlaneRef, start: Snapshot, found: _Found) -> None:
         self._ref = ref
-        self.wrong = found.add
+        self._found = found
         self._home = start.home[ref]
         self._slots = start.slots[ref]
         self._compute = start.compute
         tiers = list(Tier)
-        self._way = tiers[
-            tiers.index(self._compute) : tiers.index(self._home) + 1
-        ]  # from where it is used to where it rests
+        # From where it is used to where it rests.
+        self._way = tiers[tiers.index(self._compute) : tiers.index(self._home) + 1]
         self._writer = "before" if ref in start.newest else None
         self._bytes: dict[Tier, str | None] = dict.fromkeys(start.newest.get(ref, ()), self._writer)
         self._room = {tier for tier, refs in start.taken.items() if ref in refs}
@@ -185,6 +169,9 @@ class _History:
         self.changes = [(_START, tier, self._slots) for tier in self._room]
         if self._home is not self._compute:
             self.changes.append((_START, self._home, self._slots))
+
+    def wrong(self, at: _At, number: int, text: str) -> None:
+        self._found.append((at, number, text))
 
     def _is_last(self, tier: Tier) -> bool:
         return self._writer is not None and self._bytes.get(tier) == self._writer
@@ -340,7 +327,7 @@ def _add_up(histories: Iterable[_History], start: Snapshot, trace: Trace, machin
         if tier is not compute:
             resting = sum(start.slots[ref] for ref, home in start.home.items() if home is tier) * start.slot_bytes
             if resting > machine.budget.get(tier, 0):
-                found.add(_START, 2, _overfull(tier, resting, 0, machine))
+                found.append((_START, 2, _overfull(tier, resting, 0, machine)))
     changes = [change for history in histories for change in history.changes]
     moments = [((index, _USE), tier, 0) for index in range(len(trace)) for tier in start.taken]
     for at, tier, slots in sorted([*changes, *moments], key=lambda change: change[0]):
@@ -349,7 +336,7 @@ def _add_up(histories: Iterable[_History], start: Snapshot, trace: Trace, machin
         if at != _START and slots >= 0:
             others = trace.moments[at[0]].nonmodel_bytes if tier is compute and at[0] < len(trace) else 0
             if used[tier] + others > machine.budget.get(tier, 0):
-                found.add(at, 2, _overfull(tier, used[tier], others, machine))
+                found.append((at, 2, _overfull(tier, used[tier], others, machine)))
 
 
 def _overfull(tier: Tier, used: int, others: int, machine: Machine) -> str:

@@ -118,7 +118,7 @@ def make_plan(
         for action in actions:
             apply(state, action)
         mark_moment(state, moment, done)
-        ranking.used(index, [touch.ref for touch in moment.touches], [*(action.of for action in actions), *done])
+        ranking.used(index, [touch.ref for touch in moment.touches], [action.of for action in actions] + [*done])
         if moment.updates is not None:  # what it writes, the moment has marked
             update = Issue.update(moment.updates, moment.update_tier or compute)
             actions += [update, Wait(update.work)]

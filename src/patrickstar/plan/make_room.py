@@ -240,9 +240,9 @@ class Staging:
 
     def _is_on_host(self, ref: PlaneRef) -> bool:
         """Tells whether the host will hold a unit's last contents, once the rounds that are over have been done."""
-        comes = ref in self._came or self._state.is_arriving(ref, Tier.HOST)
-        is_there = self._state.is_newest(ref, Tier.HOST) or comes
-        return is_there and ref not in self._left
+        if ref in self._left:
+            return False
+        return ref in self._came or self._state.is_newest(ref, Tier.HOST) or self._state.is_arriving(ref, Tier.HOST)
 
     def _enter_host(self, ref: PlaneRef) -> None:
         """Has room for a unit on the host below a device, in this round or a later one."""

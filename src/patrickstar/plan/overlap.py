@@ -40,6 +40,8 @@ from patrickstar.plan.plan import Plan, Snapshot, frees_by_moment
 from patrickstar.plan.residency import Residency, apply
 
 _TIERS = tuple(Tier)
+_DROPS, _COPIES, _WRITE_BACKS = range(3)
+"""The parts of what has come to a moment, in order."""
 _BLOCK = 48  # moments: near the root of the few thousand that traces have
 
 
@@ -82,8 +84,8 @@ class _Overlap:
         self._is_between = upper is not plan.start.compute  # the host, between a device and the disk
         self._home, self._slots = plan.start.home, plan.start.slots
 
-        # Actions that have come to a moment from later ones, and those that are no longer at their own, by `id()`.
-        self._moved: dict[int, list[Action]] = defaultdict(list)
+        # Actions that have come to a moment from later ones, by part, and those that are no longer at their own, by `id()`.
+        self._moved: dict[int, list[list[Action]]] = {}
         self._gone: set[int] = set()
         self._level: list[int] = []  # slots in use as each moment begins, as the plan is
         self._capacity: list[int] = []  # slots that there are at each
@@ -106,9 +108,9 @@ class _Overlap:
         end = self._descend(moments, goes_down) if goes_down else self._plan.end
         return replace(self._plan, moments=tuple(map(tuple, moments)), end=end)
 
-    def _put(self, at: int, *actions: Action) -> None:
+    def _put(self, at: int, part: int, *actions: Action) -> None:
         """Has actions done before an earlier moment than the one that has them."""
-        self._moved[at] += actions
+        self._moved.setdefault(at, [[], [], []])[part] += actions
         self._gone.update(map(id, actions))
 
     def _by_unit(self, actions: Iterable[Action]) -> dict[PlaneRef, list[Action]]:
@@ -180,14 +182,14 @@ class _Overlap:
         for copy in coming:
             at = self._arrive(copy, index)
             if at < index:
-                self._put(at, copy)
+                self._put(at, _COPIES, copy)
                 first = min(first, at)
         if not self._is_between:
             self._drop_early(leaving, first, index)
         for copy in going:
             at = self._complete_from(copy.of, index)
             if at < index:
-                self._put(at, copy)
+                self._put(at, _WRITE_BACKS, copy)
         return [action for action in self._plan.moments[index] if id(action) not in self._gone]
 
     def _transfers(
@@ -224,7 +226,7 @@ class _Overlap:
                 at = self._unused_from(ref, index)
                 if at < index:
                     self._free.add(drop.slots, at, index)
-                    self._put(at, drop)
+                    self._put(at, _DROPS, drop)
 
     def _complete_from(self, ref: PlaneRef, index: int) -> int:
         """The first moment at which a unit can begin to go down: it is not written until this one, and nobody has its address."""
@@ -258,11 +260,11 @@ class _Overlap:
     def _drop_early(self, leaving: Iterable[_Leaving], first: int, index: int) -> None:
         """Has what leaves written back early, and leave early, from when on something needs its slots."""
         for one in leaving:
-            self._put(one.write_back, one.copy)
+            self._put(one.write_back, _WRITE_BACKS, one.copy)
             at = max(one.earliest, first)
             self._free.add(-one.copy.slots, one.earliest, min(at, index))
             if at < index:
-                self._put(at, *one.ends)
+                self._put(at, _DROPS, *one.ends)
 
     def _together(self, index: int, kept: list[Action]) -> list[Action]:
         """The actions of a moment: what stays there, and what has come."""
@@ -278,10 +280,8 @@ class _Overlap:
         at = next(waits, len(kept))
         if any(isinstance(action, Drop) or is_copy(action) for action in kept[at:]):
             at = len(kept)  # nothing is taken before the last drop
-        leaving = [action for action in moved if not isinstance(action, Issue)]
-        copies = [action for action in moved if isinstance(action, Issue)]
-        copies.sort(key=lambda copy: copy.work.tier is self._below)  # what comes is needed at a moment that is known
-        return [*leaving, *kept[:at], *copies, *kept[at:]]
+        drops, copies, write_backs = moved
+        return [*drops, *kept[:at], *copies, *write_backs, *kept[at:]]
 
     def _wait_for_updates_late(self, moments: list[list[Action]]) -> None:
         """Has each update, and its gradient on the way to it, waited for only before the first thing that needs its units, or the last moment."""

@@ -124,10 +124,9 @@ def place_gradients(
     new = {ref: count * state.slot_bytes for ref, count in slots.items()}
     rest = [ref for ref in home if ref.plane != GRAD]
     if all(home[ref] is compute for ref in rest):
-        there = {
-            ref: state.unit_bytes(ref) for ref in home if ref.plane == GRAD and (ref in kept or not state.is_free(ref))
-        }
-        parts = {"model states": sum(map(state.unit_bytes, rest)), "gradients": sum({**there, **new}.values())}
+        there = [ref for ref in home if ref.plane == GRAD and (ref in kept or not state.is_free(ref))]
+        gradient_bytes = sum(map(state.unit_bytes, there)) + sum(new.values())
+        parts = {"model states": sum(map(state.unit_bytes, rest)), "gradients": gradient_bytes}
         if sum(parts.values()) > machine.budget[compute]:
             raise _refuse_homes_there(machine, parts, why=why)
         return dict.fromkeys(new, compute), slots
@@ -150,17 +149,14 @@ def refuse_unless_homes_fit(
     machine: Machine, *, home: Mapping[PlaneRef, Tier], slots: Mapping[PlaneRef, int], slot_bytes: int
 ) -> None:
     """Raises BudgetError where the tiers below the compute tier cannot hold what rests there, and the host the slots for staging one unit."""
-    held, staging = {tier: 0 for tier in Tier if tier is not machine.compute}, 0
+    held: dict[Tier, list[int]] = {tier: [] for tier in Tier}
     for ref, tier in home.items():
-        if tier is not machine.compute:
-            held[tier] += slots[ref] * slot_bytes
-            if tier is Tier.DISK and machine.compute is Tier.DEVICE:
-                staging = max(staging, slots[ref] * slot_bytes)
-    if staging:
-        held[Tier.HOST] += staging
-    for tier, nbytes in held.items():
-        budget_bytes = machine.budget.get(tier, 0)
-        if nbytes > budget_bytes:
+        held[tier].append(slots[ref])
+    if machine.compute is Tier.DEVICE:
+        held[Tier.HOST].append(max(held[Tier.DISK], default=0))
+    for tier, counts in held.items():
+        nbytes, budget_bytes = sum(counts) * slot_bytes, machine.budget.get(tier, 0)
+        if tier is not machine.compute and nbytes > budget_bytes:
             raise refuse_homes(tier=tier, parts={"model states": nbytes}, budget_bytes=budget_bytes)
 
 

@@ -81,31 +81,16 @@ class Snapshot:
         taken = {tier: frozenset(self.taken.get(tier, ())) for tier in memory_tiers(self.compute)}
         object.__setattr__(self, "taken", MappingProxyType(taken))
 
-    def condition(self, ref: PlaneRef) -> Condition:
-        """The condition of a unit on the tier that computes."""
-        compute, newest = self.compute, self.newest.get(ref)
-        has_slots = ref in self.taken[compute] and not self._is_arriving(ref, compute)
-        if not newest:
-            return Condition.VOID if has_slots else Condition.FREE
-        if not has_slots:
-            return Condition.AWAY
-        if compute not in newest:
-            return Condition.STALE
-        if self.home[ref] is compute:
+    def condition(self, ref: PlaneRef, tier: Tier | None = None) -> Condition:
+        """The condition of a unit on a tier that has slots; None: on the one that computes."""
+        tier, newest = tier or self.compute, self.newest.get(ref, frozenset())
+        if ref not in self.taken[tier] or (ref in self.in_flight and self.in_flight[ref][1] is tier):
+            return Condition.AWAY if newest else Condition.FREE
+        if tier not in newest:
+            return Condition.STALE if newest or tier is not self.compute else Condition.VOID
+        if self.home[ref] is tier:
             return Condition.HERE
-        return Condition.CLEAN if len(newest) > 1 else Condition.DIRTY
-
-    def cached(self, ref: PlaneRef) -> Condition | None:
-        """The condition of a unit's copy on the host, where that is neither its home nor the tier that computes; None: it has none."""
-        if ref not in self.taken.get(Tier.HOST, ()) or self.compute is Tier.HOST or self._is_arriving(ref, Tier.HOST):
-            return None
-        newest = self.newest.get(ref, ())
-        if Tier.HOST not in newest:
-            return Condition.STALE
-        return Condition.CLEAN if self.home[ref] in newest else Condition.DIRTY
-
-    def _is_arriving(self, ref: PlaneRef, tier: Tier) -> bool:
-        return ref in self.in_flight and self.in_flight[ref][1] is tier
+        return Condition.CLEAN if newest - {self.compute, tier} else Condition.DIRTY
 
     def __str__(self) -> str:
         groups: dict[tuple[str, str, str], list[PlaneRef]] = defaultdict(list)
@@ -116,9 +101,10 @@ class Snapshot:
         return "\n".join(lines)
 
     def _word(self, ref: PlaneRef) -> str:
-        cached, flight = self.cached(ref), self.in_flight.get(ref)
-        beside = f",{cached}" if cached else ""
-        return f"{self.condition(ref)}{beside}" + (f":{flight[0].value}>{flight[1].value}" if flight else "")
+        here, *below = (self.condition(ref, tier) for tier in self.taken)
+        beside = "".join(f",{word}" for word in below if word not in (Condition.FREE, Condition.AWAY))
+        flight = self.in_flight.get(ref)
+        return f"{here}{beside}" + (f":{flight[0]}>{flight[1]}" if flight else "")
 
     def _ranges(self, refs: Iterable[PlaneRef]) -> list[str]:
         """Sorted units of one plane as `0-5`, `7`, `9x4`: neighbours of one size share an entry."""

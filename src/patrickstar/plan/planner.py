@@ -217,7 +217,7 @@ def allocator_keeps(planner: Planner, draft: Draft) -> Draft:
 
 def place_updates(planner: Planner, draft: Draft) -> Draft:
     """Puts updates between the moments: those that are pending, each before what needs it, or those of chunks that a backward updates whole."""
-    ask, trace = draft.ask, draft.trace
+    ask, trace, at = draft.ask, draft.trace, draft.ask.lets_go_at
     if ask.updates is not None:
         updates, state, budgets = ask.updates, ask.start, planner.budgets
         capacity = planner.machine_for(ask, ask.trace, updates, start=state).budget[state.compute]
@@ -229,13 +229,13 @@ def place_updates(planner: Planner, draft: Draft) -> Draft:
             trace,
             updates,
         )
-        frees = _read_last(woven, ask)
-        at = own_moments(woven)[ask.lets_go_at - 1] + 1 if ask.lets_go_at else 0
-        draft = replace(draft, trace=woven, foreseen=woven, frees=frees)
-        return allocator_keeps(planner, _letting_go(draft, frozenset(ask.lets_go) - frozenset(ask.unwanted), at))
-    if ask.kind is StretchKind.UPDATE:
-        return replace(draft, frees=_read_last(trace, ask))
-    draft = _letting_go(draft, frozenset(ask.lets_go), ask.lets_go_at)
+        at = own_moments(woven)[at - 1] + 1 if at else 0
+        draft = allocator_keeps(planner, replace(draft, trace=woven, foreseen=woven))
+    # Nobody wants gradients once an update has read them, nor, from before a moment on, what is expected to be let go of.
+    unwanted, lets_go = frozenset(ask.unwanted), frozenset(ask.lets_go).difference(ask.unwanted)
+    read_last = [one for one in gradients_freed(draft.trace) if one[1] in unwanted] if unwanted else []
+    gone = [(at - 1, ref) for ref in sorted(lets_go)]
+    draft = replace(draft, frees=(*read_last, *gone), lets_go=lets_go, lets_go_at=at)
     if not ask.whole:
         return draft
     capacity = planner.machine_for(ask, ask.trace, start=ask.start).budget[ask.start.compute]
@@ -262,28 +262,13 @@ def place_updates(planner: Planner, draft: Draft) -> Draft:
     return allocator_keeps(planner, whole)
 
 
-def _read_last(trace: Trace, ask: Ask) -> tuple[tuple[int, PlaneRef], ...]:
-    """The gradients that nobody wants once an update has read them, each after the moment that does."""
-    return tuple((index, ref) for index, ref in gradients_freed(trace) if ref in ask.unwanted)
-
-
-def _letting_go(draft: Draft, units: frozenset[PlaneRef], at: int) -> Draft:
-    """The draft of a stretch in which these units are let go of before a moment."""
-    gone = tuple((at - 1, ref) for ref in sorted(units))
-    return replace(draft, frees=(*draft.frees, *gone), lets_go=units, lets_go_at=at)
-
-
 def make(planner: Planner, draft: Draft) -> Draft:
     """Makes the plan: moment by moment, what must leave so that the moment fits, and what must come."""
     ask, trace, start = draft.ask, draft.trace, draft.ask.start
     # Gradients that updates read on the tier below are complete in the last backward before a step.
     after, goes_down = planner.following(ask.kind), planner.used_below if ask.is_last else frozenset[PlaneRef]()
     asked = (ask.kind, id(trace), id(after), ask.taken_bytes, draft.frees, goes_down, ask.knows_workspaces)
-    contents = (
-        frozenset(start.newest.items()),
-        *map(frozenset, start.taken.values()),
-        frozenset(start.in_flight.items()),
-    )
+    contents = tuple(map(frozenset, (start.newest.items(), *start.taken.values(), start.in_flight.items())))
 
     def make_now() -> Plan:
         plan = make_plan(
