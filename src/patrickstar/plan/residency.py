@@ -290,12 +290,14 @@ def apply(state: Residency, action: Action) -> None:
     """
     if isinstance(action, Wait):
         finish(state, ended_by(state, action))
-    elif isinstance(action, Issue) and action.work.kind is WorkKind.UPDATE:
+        return
+    ref = action.of if isinstance(action, Drop) else action.work.of  # for which no property is called
+    if not isinstance(action, Drop) and action.work.kind is WorkKind.UPDATE:
         _update(state, action)
-    elif action.slots != state.slots.get(action.of):
-        if action.of not in state.home:
+    elif action.slots != state.slots.get(ref):
+        if ref not in state.home:
             _refuse(9, action, "there is no such unit")
-        _refuse(7, action, f"the unit takes {state.slots[action.of]} slots")
+        _refuse(7, action, f"the unit takes {state.slots[ref]} slots")
     elif isinstance(action, Drop):
         _drop(state, action)
     elif action.src is None:
