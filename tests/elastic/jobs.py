@@ -104,7 +104,7 @@ def train_here(plan: Plan, memory: Mapping[str, Any]) -> Run:
     model, run, asked = build(), Run(process=os.getpid()), plan.begins
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     session = patrickstar.manage(model, optimizer, options=patrickstar.Options(poison=True), **memory)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.8)  # counts, so it has to know of steps before
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.97**step)
     steps = session.steps(
         Samples(plan.samples),
         batch_size=2 * plan.parts,
@@ -141,7 +141,7 @@ def plain(plan: Plan, parts: Sequence[int], lr_factor: Callable[[int], float] = 
     torch.set_num_threads(1)
     model, run = build(), Run()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.8)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.97**step)
     samples, order, first = Samples(plan.samples), SampleOrder(plan.samples, 3), 0
     for step, count in enumerate(parts):
         for part in range(count):
@@ -167,6 +167,15 @@ def plain(plan: Plan, parts: Sequence[int], lr_factor: Callable[[int], float] = 
         state = optimizer.state.get(parameter, {})
         run.tensors |= {f"{name}/{plane}": state[plane].clone() for plane in state}
     return run
+
+
+def refusal(act: Callable[[], object]) -> str:
+    """The error that something ends with; "nothing" where it does not."""
+    try:
+        act()
+    except patrickstar.Error as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def digest(values: Iterable[torch.Tensor]) -> str:

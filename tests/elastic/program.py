@@ -19,7 +19,7 @@ def main(total: int, seconds: float, max_batch: int | None = None) -> None:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     session = patrickstar.manage(model, optimizer, host_memory="1GiB")
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.8)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.97**step)
     more: dict[str, Any] = {"batch": "grow", "max_batch": max_batch} if max_batch else {}
     more["extra"] = {"schedule": schedule}
     for parts in session.steps(Samples(29), batch_size=12, parts=6, total=total, seed=3, **more):

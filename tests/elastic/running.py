@@ -17,7 +17,7 @@ from patrickstar.elastic.job_directory import JobDirectory
 from patrickstar.errors import StateError
 
 SOURCE = Path(__file__).parents[2]
-PATHS = f"{SOURCE}/src", f"{SOURCE}", os.environ.get("PYTHONPATH", f"{SOURCE}")
+PATHS = os.environ.get("PYTHONPATH", f"{SOURCE}"), f"{SOURCE}/src", f"{SOURCE}"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": ":".join(PATHS), "OMP_NUM_THREADS": "1"}
 
 

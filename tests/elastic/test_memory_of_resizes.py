@@ -18,37 +18,14 @@ def test_no_rank_holds_more_than_its_share_in_a_resize(budget_mib: int, on_disk:
     """600 MiB hold all states of one, and not beside those of one of two."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    job = (
-        "--min",
-        "1",
-        "--max",
-        "2",
-        "--threads",
-        "1",
-        "--save-every",
-        "0",
-        "--at",
-        "3:2,6:1,9:2",
-        "--job-dir",
-        str(tmp_path / "job"),
-    )
-    program = (
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "tests.elastic.grown",
-        f"{2 * budget_mib}MiB",
-        str(disk) if on_disk else "",
-    )
-    command = [sys.executable, "-m", "patrickstar", "elastic", "run", *job, "--", *program]
+    job = f"--min 1 --max 2 --threads 1 --save-every 0 --at 3:2,6:1,9:2 --job-dir {tmp_path / 'job'}".split()
+    program = ["-W", "ignore", "-m", "tests.elastic.grown", f"{2 * budget_mib}MiB", str(disk) if on_disk else ""]
+    command = [sys.executable, "-m", "patrickstar", "elastic", "run", *job, "--", sys.executable, *program]
     done = subprocess.run(
         command, env=ENVIRONMENT, cwd=SOURCE, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     told = [line.partition("grown ")[2].split() for line in done.stdout.splitlines() if "grown " in line]
-    assert [size for _, size, _ in sorted(told, key=lambda one: int(one[0]))] == ["1"] * 3 + ["2"] * 6 + ["1"] * 3 + [
-        "2"
-    ] * 6
+    assert "".join(size for _, size, _ in sorted(told, key=lambda one: int(one[0]))) == "111222222111222222"
     over = [(step, size, int(grown) >> 20) for step, size, grown in told if int(grown) > budget_mib << 20]
     assert not over, over

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 import patrickstar
-from tests.elastic.jobs import MOST, Plan, Run, Samples, build, expect_run, in_job, plain, train, train_here
+from tests.elastic.jobs import MOST, Plan, Run, Samples, build, expect_run, in_job, plain, refusal, train, train_here
 from tests.ranks import Ended, Teams, all_well, team
 
 pytestmark = [pytest.mark.sampled]
@@ -114,7 +114,8 @@ def refused(rank: int, plan: Plan, what: str) -> str:
         session = patrickstar.manage(model, torch.optim.AdamW(model.parameters(), lr=1e-2), host_memory="1GiB")
         arguments: dict[str, Any] = {"batch_size": 8, "parts": 4, "total": 2}
         arguments |= {"few parts": {"parts": 2}, "uneven": {"batch_size": 10}, "no end": {"total": None}}.get(what, {})
-        try:
+
+        def run() -> None:
             if what == "resize":
                 session.resize(9)
             for parts in session.steps([] if what == "empty" else Samples(9), **arguments):
@@ -130,11 +131,9 @@ def refused(rank: int, plan: Plan, what: str) -> str:
                             break
                     if what != "left":
                         session.optimizer.step()
-            return "nothing"
-        except patrickstar.Error as error:
-            return f"{type(error).__name__}: {error}"
-        finally:
-            session.close()
+
+        with session:
+            return refusal(run)
 
 
 @pytest.mark.parametrize(

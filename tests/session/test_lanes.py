@@ -21,6 +21,7 @@ from patrickstar.memory.thread_lane import ThreadLane
 from patrickstar.plan import residency
 from patrickstar.plan.actions import Issue
 from patrickstar.plan.residency import Residency
+from patrickstar.step import late_planes
 from patrickstar.units import MIB
 from tests.lanes import LANES
 from tests.manual_lane import ManualLane
@@ -180,13 +181,15 @@ def test_an_interruption_between_a_wait_and_its_note_is_settled(
 
 
 FILES = {module.__file__ for module in (arena, readiness, residency, store)}
+HOMES = {late_planes.__file__}  # of gradients, for a backward
+STEPS = {"deferred": ("deferred", FILES), "in_backward": ("in_backward", FILES), "homes": ("in_backward", HOMES)}
 
 
 class Lines:
-    """Counts lines of what moves bytes, and interrupts at one of them."""
+    """Counts lines of these files, and interrupts at one of them."""
 
-    def __init__(self, interrupted: int | None = None) -> None:
-        self.count = 0
+    def __init__(self, files: Collection[str | None], interrupted: int | None = None) -> None:
+        self._files, self.count = files, 0
         self._interrupted = interrupted
 
     @contextmanager
@@ -200,7 +203,7 @@ class Lines:
             signal.signal(signal.SIGINT, handler)
 
     def _call(self, frame: Any, event: str, argument: object) -> Any:
-        return self._line if frame.f_code.co_filename in FILES else None
+        return self._line if frame.f_code.co_filename in self._files else None
 
     def _line(self, frame: Any, event: str, argument: object) -> Any:
         if event == "line":
@@ -211,14 +214,14 @@ class Lines:
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(2, 12))])
-@pytest.mark.parametrize("step", ["deferred", "in_backward"])
+@pytest.mark.parametrize(("step", "files"), STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("machine", ["cpu+disk", "emulated"])
 def test_an_interruption_at_any_line_loses_nothing(
-    machine: str, step: str, seed: int, make_pair: MakePair, tmp_path: Path
+    machine: str, step: str, files: Collection[str], seed: int, make_pair: MakePair, tmp_path: Path
 ) -> None:
     random, interrupted = Random(seed), 0
     memory = {"precision": "fp32", "step": step, **MACHINES[machine](tmp_path / "disk")}
-    lines, total = Lines(), 0
+    lines, total = Lines(files), 0
     for trial in range(7):  # the first one counts
         pair = make_pair(**memory)
         pair.train(2)
@@ -236,5 +239,5 @@ def test_an_interruption_at_any_line_loses_nothing(
         pair.train_same(2, first=2)
         pair.session.close()
         total = total or lines.count
-        lines = Lines(random.randrange(total) + 1)
+        lines = Lines(files, random.randrange(total) + 1)
     assert interrupted, "nothing was interrupted"

@@ -42,9 +42,8 @@ DIRECTORY: Final = "PATRICKSTAR_JOB_DIR"  # of a job that is supervised: of its 
 SAVE_EVERY: Final = "PATRICKSTAR_SAVE_EVERY"  # steps from checkpoint to checkpoint
 PLANNED: Final = "PATRICKSTAR_AT"  # sizes that are planned, as `100:2,200:4`: two ranks from step 100 on
 NOW: Final = "patrickstar/now"  # where a store has the prefix of the job that is there now
-AT_ONCE_S: Final = (
-    1.0  # a later signal ends a process at once; where its parent ends, two come, for a thread and for the process
-)
+# A signal that comes later than that ends a process at once. Where its parent ends two come, for a thread and for the process.
+AT_ONCE_S: Final = 1.0
 _WAITS_S: Final = 0.01
 _TELLS_S: Final = 0.5
 
