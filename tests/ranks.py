@@ -12,6 +12,7 @@ import os
 import signal
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -170,5 +171,6 @@ def _serve(pipe: Connection, rank: int, size: int, where: str) -> None:
                 atexit._run_exitfuncs()
                 os._exit(0)
             except BaseException as error:
+                error.add_note(traceback.format_exc())  # which pickle leaves out
                 answer = error
             pipe.send(answer)

@@ -46,7 +46,7 @@ def test_a_python_without_torch_is_named(module: str, tmp_path: Path) -> None:
 def test_a_stage_that_is_not_known_is_refused(tmp_path: Path) -> None:
     done = run("trops", path=tmp_path)
     assert done.returncode == 2
-    assert "no such stage: trops; there are traps, bits, memory, faults, rows" in done.stderr
+    assert "no such stage: trops; there are traps, bits, memory, faults, ranks, rows" in done.stderr
 
 
 @pytest.mark.campaign

@@ -59,7 +59,7 @@ def test_subtrees_are_aligned_disjoint_and_as_large_as_they_can_be(edges):
     [
         (0, 100, 100, [BlockShare(0, 100)]),
         (0, 96, 100, [BlockShare(0, 96, (Subtree(0, 2), Subtree(4, 1)))]),
-        (96, 100, 100, [BlockShare(96, 100, largest_subtrees(96, BLOCK_NUMEL))]),
+        (96, 100, 100, [BlockShare(96, 100, largest_subtrees(96, 128))]),
         (0, 3 * BLOCK_NUMEL, 9 * BLOCK_NUMEL, [BlockShare(0, 3 * BLOCK_NUMEL)]),
         (32_768, 2 * BLOCK_NUMEL + 20, 9 * BLOCK_NUMEL, [
             BlockShare(32_768, BLOCK_NUMEL, (Subtree(2_048, 11),)),

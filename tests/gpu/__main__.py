@@ -61,6 +61,7 @@ STAGES = (
         processes=3,
     ),
     Stage("faults", ("gpu/test_faults.py",), 75, processes=3),
+    Stage("ranks", ("gpu/test_attention.py", "gpu/test_ranks.py"), 90, processes=4),
     Stage("rows", ("gpu/test_rows.py",), 130, processes=6, marks="campaign or not campaign"),
 )
 

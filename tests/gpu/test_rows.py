@@ -21,6 +21,8 @@ ONE_OF_EACH_MODEL = [
 ]
 OTHERS = sorted(set(ROWS) - set(ONE_OF_EACH_MODEL), key=lambda row: zlib.crc32(str(row).encode()))
 
+UNTRACED = {"lstm", "mixtral"}  # cuDNN's has no fake counterpart, and experts count their tokens there
+
 
 @pytest.mark.device_only
 @pytest.mark.parametrize("row", [*ONE_OF_EACH_MODEL, *OTHERS], ids=str)
@@ -30,4 +32,4 @@ def test_no_bit_depends_on_where_model_data_lives(
     monkeypatch.setattr(
         test_parity, "restrict", lambda *_: torch.cuda.empty_cache()
     )  # a GPU has the memory that it has
-    assert_parity(row, tmp_path, accelerator, schedule_of(row))
+    assert_parity(row, tmp_path, accelerator, schedule_of(row), has_trace=row.model not in UNTRACED)

@@ -477,7 +477,7 @@ def test_a_budget_refused_on_one_rank_is_refused_on_all(three: Team) -> None:
     first, own, last = three.run(too_large, 3 << 20, (4, 8192, 4))
     for error in (first, last):
         assert isinstance(error, RankError), error
-        assert "rank 1: agree on no forward: it does not fit" in str(error)
+        assert "rank 1: agree on nothing: it does not fit" in str(error)
     assert isinstance(own, RankError), own
 
 

@@ -131,8 +131,8 @@ def test_budgets_of_a_gpu_say_what_is_left_for_workspaces_of_kernels(given: int,
     assert budgets.machine.given(Tier.DEVICE) == given
     assert budgets.room_bytes() == budgets.machine.budget[Tier.DEVICE] == given - left
     assert f"of the device's {format_bytes(left)} are fixed costs: left for workspaces of kernels" in str(budgets)
-    known = budgets.machine_for(0, knows_workspaces=True)
-    assert known.budget[Tier.DEVICE] == known.given(Tier.DEVICE) == budgets.room_bytes(knows_workspaces=True) == given
+    known = budgets.machine_for(0, kept_bytes=5)
+    assert known.budget[Tier.DEVICE] == known.given(Tier.DEVICE) == budgets.room_bytes(kept_bytes=5) == given - 5
 
 
 def test_a_refusal_of_a_gpu_s_budget_names_what_is_left_and_a_budget_that_fits() -> None:

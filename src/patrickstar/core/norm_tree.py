@@ -63,8 +63,13 @@ def subtrees(start: int, stop: int) -> tuple[Subtree, ...]:
     return tuple(found)
 
 
+def tree_rows(numel: int) -> int:
+    """Rows of the smallest tree that has so many elements: of zeros, in a larger one, nothing comes."""
+    return 1 << (-(-numel // ROW_NUMEL) - 1).bit_length()
+
+
 def block_shares(start: int, stop: int, *, numel: int) -> Iterator[BlockShare]:
-    """The elements `[start, stop)` of a tensor of so many, by block. Zeros, which a last block lacks, are of whoever has the last element."""
+    """The elements `[start, stop)` of a tensor of so many, by block. Zeros to the end of a last block's tree are of whoever has the last element."""
     while start < stop:
         block = start - start % BLOCK_NUMEL
         end = stop if stop == numel else stop - stop % BLOCK_NUMEL
@@ -72,7 +77,7 @@ def block_shares(start: int, stop: int, *, numel: int) -> Iterator[BlockShare]:
             yield BlockShare(start, end)
         else:
             end = min(block + BLOCK_NUMEL, stop)
-            last = BLOCK_NUMEL if end == numel else end - block
+            last = ROW_NUMEL * tree_rows(end - block) if end == numel else end - block
             yield BlockShare(start, end, subtrees(start - block, last))
         start = end
 

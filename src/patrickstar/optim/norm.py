@@ -10,7 +10,7 @@ from operator import add
 import torch
 
 from patrickstar.core.cuda_blocks import cuda_block_bytes
-from patrickstar.core.norm_tree import BLOCK_NUMEL, ROW_NUMEL
+from patrickstar.core.norm_tree import BLOCK_NUMEL, ROW_NUMEL, tree_rows
 from patrickstar.optim.masters import scaled_blocks
 from patrickstar.optim.scratch import tree_numel
 
@@ -89,7 +89,7 @@ class GlobalNorm:
         self._has_cut = bool(rest)
         if rest:
             # Rows of zeros add nothing: a tree of fewer rows has the same sum.
-            rows, start = 1 << (-(-rest // ROW_NUMEL) - 1).bit_length(), blocks * BLOCK_NUMEL
+            rows, start = tree_rows(rest), blocks * BLOCK_NUMEL
             self._squares[filled : start + rows * ROW_NUMEL].zero_()
             self._numbers.append(self._trees(start, 1, rows))
 

@@ -8,7 +8,9 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from patrickstar.core.norm_tree import BLOCK_NUMEL, ROW_NUMEL, BlockShare
+from patrickstar.core.cuda_blocks import cuda_block_bytes
+from patrickstar.core.norm_tree import BLOCK_NUMEL, ROW_NUMEL, BlockShare, shares_by_rank, tree_rows
+from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.optim.masters import scaled_blocks
 from patrickstar.optim.norm import GlobalNorm
 
@@ -19,6 +21,7 @@ class SharedNorm(GlobalNorm):
     Args:
         rank: which this is. shares: of all ranks in the blocks of each tensor, in the order of tensors (`shares_by_rank`).
         gather: gives numbers of all ranks [p, n], each rank's in the order of its shares, of those [n] of this one.
+        device, largest: as `GlobalNorm` has them.
     """
 
     def __init__(
@@ -27,11 +30,22 @@ class SharedNorm(GlobalNorm):
         shares: Sequence[Sequence[Sequence[BlockShare]]],
         gather: Callable[[Tensor], Tensor],
         device: torch.device | str | None = None,
+        *,
+        largest: int | None = None,
     ) -> None:
-        super().__init__(device)
+        super().__init__(device, largest=largest)
         self._shares = shares
         self._gather = gather
         self._own = iter([share for by_rank in shares for share in by_rank[rank]])
+
+    @staticmethod
+    def bytes_of(layout: ShardLayout) -> int:
+        """The most bytes that a norm of all tensors takes of a device."""
+        own = (share for name in layout.slices for share in shares_by_rank(layout, name)[layout.rank])
+        cuts = [8 * ROW_NUMEL * len(share.subtrees) for share in own if share.subtrees]
+        # The sums of each cut are there by themselves, and then, as all others, together.
+        sums = sum(map(cuda_block_bytes, cuts)) + 2 * cuda_block_bytes(sum(cuts))
+        return GlobalNorm.scratch_bytes(layout.largest_numel, len(layout.slices)) + sums
 
     @torch.no_grad()
     def add(self, piece: Tensor, factors: Sequence[Tensor] = ()) -> None:
@@ -48,16 +62,18 @@ class SharedNorm(GlobalNorm):
             at += part.numel()
 
     def _add_cut(self, share: BlockShare, part: Tensor, factors: Sequence[Tensor]) -> None:
-        area = self._squares[:BLOCK_NUMEL].zero_()
         at = share.start % BLOCK_NUMEL
+        rows = tree_rows(at + part.numel())
+        area = self._squares[: rows * ROW_NUMEL].zero_()
+        found = area.new_empty(len(share.subtrees), ROW_NUMEL)
         for block in scaled_blocks(part, factors):
             area[at : at + block.numel()].copy_(block)
             at += block.numel()
-        rows = dict[int, Tensor]()
-        for level, sums in enumerate(self._levels(area.square_(), 1, BLOCK_NUMEL // ROW_NUMEL)):
-            # What a level's sums lie in is written over by the one after the next.
-            rows |= {row: sums[0, row >> level].clone() for row, of in share.subtrees if of == level}
-        self._numbers += [rows[row] for row, _ in share.subtrees]
+        for level, sums in enumerate(self._levels(area.square_(), 1, rows)):
+            for number, (row, of) in enumerate(share.subtrees):
+                if of == level:  # what they lie in is written over by the level after the next
+                    found[number].copy_(sums[0, row >> level])
+        self._numbers.append(found.view(-1))
 
     def numbers(self) -> Tensor:
         """The sums of all blocks of all ranks, which all wait for."""
@@ -84,8 +100,9 @@ class SharedNorm(GlobalNorm):
 
     def _whole(self, pieces: Sequence[tuple[BlockShare, Tensor]]) -> Tensor:
         """The sum of a block, of which ranks have the sums of subtrees."""
-        area = self._squares[:BLOCK_NUMEL].zero_()
+        rows = max(row + (1 << level) for share, _ in pieces for row, level in share.subtrees)
+        area = self._squares[: rows * ROW_NUMEL].zero_()
         for share, sums in pieces:
             places = torch.tensor([row for row, _ in share.subtrees], device=area.device)
             area.view(-1, ROW_NUMEL).index_add_(0, places, sums.view(-1, ROW_NUMEL))
-        return self._sums(area, 1, BLOCK_NUMEL // ROW_NUMEL)[0]
+        return self._sums(area, 1, rows)[0]

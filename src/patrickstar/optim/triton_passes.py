@@ -44,8 +44,11 @@ class TritonPasses(Passes):
         hyper: Hyper,
         factors: Sequence[Tensor] = (),
     ) -> None:
-        assert rest is not None or weight.dtype is torch.float32, f"a weight of {weight.dtype}"
-        assert rest is None or _are_parts(weight, rest), f"a weight of {weight.dtype}, a rest of {rest.dtype}"
+        if rest is None:
+            assert weight.dtype is torch.float32, f"a weight of {weight.dtype}"
+        else:
+            expected = rest_type(weight.dtype) if weight.dtype in (torch.bfloat16, torch.float16) else None
+            assert rest.dtype is expected, f"a weight of {weight.dtype}, a rest of {rest.dtype}"
         assert grad.dtype in WIDENED, f"a gradient of {grad.dtype}"
         assert exp_avg.dtype is exp_avg_sq.dtype is torch.float32, f"states of {exp_avg.dtype}, {exp_avg_sq.dtype}"
         assert step >= 1, f"step {step}: the first update is number 1"
@@ -97,10 +100,6 @@ def _check_flag(is_finite: Tensor, piece: Tensor) -> None:
     assert is_finite.dtype is torch.int32, f"a flag of {is_finite.dtype}"
     assert is_finite.dim() == 0, f"a flag of shape {tuple(is_finite.shape)}"
     assert is_finite.device == piece.device, f"a flag on {is_finite.device} for a piece on {piece.device}"
-
-
-def _are_parts(weight: Tensor, rest: Tensor) -> bool:
-    return weight.dtype in (torch.bfloat16, torch.float16) and rest.dtype is rest_type(weight.dtype)
 
 
 class TritonNorm(GlobalNorm):

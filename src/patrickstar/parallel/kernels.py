@@ -3,7 +3,7 @@
     q, out [B, Z, n, A], k [B, Zk, m, A], v [B, Zk, m, Av], lse [B, Z, n] in fp32 (fp64 in fp64); mask [B, 1, n, m], true where a query sees a key
 
 Gradients are exact parts of the whole's where `out` and `lse` are the whole's: P = exp(S - lse), and rowsum(dO * O) stands for rowsum(dP * P)
-(arXiv 2205.14135). They are in the type of q. Kernels of CUDA are written as torch documents them, and not measured.
+(arXiv 2205.14135). They are in the type of q. Kernels of CUDA have run on an H100.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def attend_backward(
                 *(grad_out, q, k, v, out, lse, 0.0, is_causal), attn_mask=_additive(mask, q.dtype), scale=scale
             )
         case "flash":
-            none = torch.empty(0, dtype=torch.int64, device=q.device)  # of dropout, and of sequences in one row
+            none = torch.empty(0, dtype=torch.int64, device=q.device)  # of dropout; rows are whole sequences
             dq, dk, dv = _ops._scaled_dot_product_flash_attention_backward(
-                *(grad_out, q, k, v, out, lse, none, none, q.shape[2], k.shape[2], 0.0, is_causal, none, none),
+                *(grad_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, none, none),
                 scale=scale,
             )
         case "efficient":

@@ -208,10 +208,6 @@ class AssembledTensors:
         """A tensor that autograd may keep of one in use: of an assembled tensor, an alias that keeps its bytes."""
         return tensor.detach() if type(tensor) is self._class else tensor
 
-    def __iter__(self) -> Iterator[AssembledKey]:
-        """Keys of all that somebody has a tensor of."""
-        return iter(list(self.tensors))
-
     def changed(self, key: AssembledKey) -> None:
         """Shows new values of what is kept to whoever holds a view of it, and to autograd that it was changed."""
         tensor = self.tensors.get(key)

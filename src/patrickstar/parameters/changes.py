@@ -197,7 +197,7 @@ class Changes:
         names = list(names)
         self.renew(names)
         owners = {self.access.records[name].owner for name in names}
-        for key in self.assembled:
+        for key in list(self.assembled.tensors):
             if key.plane in (EXP_AVG, EXP_AVG_SQ, STEP) and key.name in owners:
                 self.assembled.changed(key)
 

@@ -144,19 +144,27 @@ def slots_needed(
                 at_rest -= slots[ref]
 
 
-def refuse_moment(need: Need, *, tier: Tier, budget_bytes: int, fixed_bytes: int = 0) -> BudgetError:
-    """An error for a moment that needs more of a tier than its budget. `fixed_bytes`: what a budget for that much holds beside it."""
+def refuse_moment(need: Need, *, tier: Tier, budget_bytes: int, fixed_bytes: int = 0, instead: str = "") -> BudgetError:
+    """An error for a moment that needs more of a tier than its budget.
+
+    Args:
+        fixed_bytes: what a budget for that much holds beside it. instead: another change that would help than fewer activations.
+    """
     chunks = need.slots * need.slot_bytes
-    parts = {f"chunk slots {{}} ({need.slots} of {format_budget(need.slot_bytes)})": chunks}
-    instead = "activations of at most {} there: a smaller batch, or activation checkpointing"
     room = budget_bytes - chunks - fixed_bytes
-    return _refusal(
+    if room > 0 and not instead:
+        size = _Sizes(chunks + need.nonmodel_bytes + fixed_bytes).down(room)
+        instead = f"activations of at most {size} there: a smaller batch, or activation checkpointing"
+    return refuse_parts(
         tier,
         f"at op {need.moment}",
-        {**parts, "activations {}": need.nonmodel_bytes},
+        {
+            f"chunk slots {{}} ({need.slots} of {format_budget(need.slot_bytes)})": chunks,
+            "activations {}": need.nonmodel_bytes,
+        },
         budget_bytes=budget_bytes,
         fixed_bytes=fixed_bytes,
-        instead=instead.format(_Sizes(chunks + need.nonmodel_bytes + fixed_bytes).down(room)) if room > 0 else "",
+        instead=instead,
         moment=need.moment,
     )
 
@@ -178,10 +186,10 @@ def refuse_homes(
     """
     at = f"for the model states kept there{f': {why}' if why else ''}"
     named = {f"{name} {{}}": nbytes for name, nbytes in parts.items()}
-    return _refusal(tier, at, named, budget_bytes=budget_bytes, fixed_bytes=fixed_bytes, instead=instead)
+    return refuse_parts(tier, at, named, budget_bytes=budget_bytes, fixed_bytes=fixed_bytes, instead=instead)
 
 
-def _refusal(
+def refuse_parts(
     tier: Tier, at: str, parts: dict[str, int], *, budget_bytes: int, fixed_bytes: int, instead: str, moment: str = ""
 ) -> BudgetError:
     """An error for what takes more of a tier than its budget: the bytes of each part, by the words around them."""

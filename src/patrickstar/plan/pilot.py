@@ -13,10 +13,9 @@ from patrickstar.core.fixed_costs import FixedCosts
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Phase, Touch
-from patrickstar.errors import BudgetError
 from patrickstar.plan.actions import Action, Issue, Wait, Work
 from patrickstar.plan.eviction import POLICIES, Uses, Worth, eviction_order
-from patrickstar.plan.fit import refuse_host
+from patrickstar.plan.fit import Need, refuse_host, refuse_moment
 from patrickstar.plan.make_room import NoRoom, Order, capacity_of, make_room
 from patrickstar.plan.residency import Residency, apply
 from patrickstar.plan.stretch import Stretch, StretchKind
@@ -131,24 +130,15 @@ class Pilot:
                 raise refuse_host(refusal.needed_slots, moment, state=self.state, host_bytes=self.host_bytes) from None
             needed_slots = refusal.needed_slots
         # The reserve is a forecast; what is asked for now is a fact, and stays alone. The meter, where there is one, has the last word.
-        needed_bytes = needed_slots * slot_bytes
-        if needed_bytes > budget:
-            fixed_bytes = self.costs.beside(needed_bytes)
-            needed_bytes += fixed_bytes
-            budget += self.costs.set_aside_bytes
-            fixed = f" + fixed costs {format_bytes(fixed_bytes)}" if fixed_bytes else ""
-            raise BudgetError(
-                f"{self.state.compute.label} memory is {format_bytes(needed_bytes - budget)} short at {phase} {label}\n"
-                f"  needed {format_bytes(needed_bytes)} = {needed_slots} chunk slots of {format_bytes(slot_bytes)} in use at once{fixed}; "
-                f"budget {format_bytes(budget)}\n"
-                "  release views of parameters and of gradients that still pin slots (session.state_dict() reads one tensor at a time, "
-                "session.export(dir) writes them as save_pretrained does), or give a larger budget",
-                tier=self.state.compute.label,
-                moment=f"{stretch.position} {phase} {label}",
-                needed_bytes=needed_bytes,
-                available_bytes=budget,
-                smallest_bytes=needed_bytes,
-                fixed_bytes=fixed_bytes,
+        need = Need(f"{stretch.position} {phase} {label}", needed_slots, slot_bytes, 0)
+        if need.nbytes > budget:
+            raise refuse_moment(
+                need,
+                tier=self.state.compute,
+                budget_bytes=budget + self.costs.set_aside_bytes,
+                fixed_bytes=self.costs.beside(need.nbytes),
+                instead="without views of parameters and of gradients that still pin slots (session.state_dict() reads one tensor at a time, "
+                "session.export(dir) writes them as save_pretrained does)",
             )
         self.capacity_slots = needed_slots
         return [*self._make_room(touches, held, needed_slots), *then]

@@ -47,21 +47,25 @@ class PlanBudgets:
     fixed_bytes: int
     extra_bytes: int
 
-    def room_bytes(self, *, knows_workspaces: bool = False) -> int:
-        """Bytes that chunks and activations may take of the compute tier. `knows_workspaces`: whether what kernels take counts among these."""
-        compute = self.machine.compute
-        return self.machine.given(compute) if knows_workspaces else self.machine.budget[compute]
+    def room_bytes(self, *, kept_bytes: int | None = None) -> int:
+        """Bytes that chunks and activations may take of the compute tier.
 
-    def machine_for(self, need_bytes: int, *, taken_bytes: int = 0, knows_workspaces: bool = False) -> Machine:
+        Args:
+            kept_bytes: what libraries keep, where what kernels take besides is known and counts among activations; None: a share is left for both.
+        """
+        compute = self.machine.compute
+        return self.machine.budget[compute] if kept_bytes is None else self.machine.given(compute) - kept_bytes
+
+    def machine_for(self, need_bytes: int, *, taken_bytes: int = 0, kept_bytes: int | None = None) -> Machine:
         """The machine to plan a stretch for that needs at least so much of the compute tier.
 
         Args:
-            taken_bytes: what the user has taken of that tier's budget. knows_workspaces: as for `room_bytes`.
+            taken_bytes: what the user has taken of that tier's budget. kept_bytes: as for `room_bytes`.
         """
         compute = self.machine.compute
-        budget = self.room_bytes(knows_workspaces=knows_workspaces) - taken_bytes
+        budget = self.room_bytes(kept_bytes=kept_bytes) - taken_bytes
         room = max(budget - self.spare_bytes, min(budget, need_bytes))
-        costs = FixedCosts() if knows_workspaces else self.machine.costs
+        costs = self.machine.costs if kept_bytes is None else FixedCosts()
         return Machine(compute, {**self.machine.budget, compute: room}, costs)
 
     @property
@@ -163,7 +167,7 @@ class Planner:
     def machine_for(self, ask: Ask, *traces: Trace, start: Residency) -> Machine:
         """The machine to plan a stretch for that goes through these traces."""
         need = max(worst_moment(trace, start=start).nbytes for trace in traces)
-        return self.budgets.machine_for(need, taken_bytes=ask.taken_bytes, knows_workspaces=ask.knows_workspaces)
+        return self.budgets.machine_for(need, taken_bytes=ask.taken_bytes, kept_bytes=ask.kept_bytes)
 
     def tiers(self, updates: Trace, start: Residency, *, taken_bytes: int, level_bytes: int) -> Mapping[int, Tier]:
         """The tiers, by chunk, of the updates of a step that are best not done where the step computes."""
@@ -210,7 +214,7 @@ def allocator_keeps(planner: Planner, draft: Draft) -> Draft:
     if not planner.keeps:
         return draft
     ask, trace = draft.ask, draft.trace
-    budget = planner.budgets.room_bytes(knows_workspaces=ask.knows_workspaces) - ask.taken_bytes
+    budget = planner.budgets.room_bytes(kept_bytes=ask.kept_bytes) - ask.taken_bytes
     make = partial(with_kept_bytes, trace, kept_bytes=ask.level_bytes, budget_bytes=budget, start=draft.start)
     return replace(draft, trace=planner.once(("kept", id(trace), ask.level_bytes, budget), make, trace))
 
@@ -221,11 +225,9 @@ def place_updates(planner: Planner, draft: Draft) -> Draft:
     if ask.updates is not None:
         updates, state, budgets = ask.updates, ask.start, planner.budgets
         capacity = planner.machine_for(ask, ask.trace, updates, start=state).budget[state.compute]
-        # Between the moments of the forward what libraries keep is there too.
-        kept = budgets.fixed_bytes + (budgets.machine.costs.set_aside_bytes if ask.knows_workspaces else 0)
         woven = planner.once(
             ("woven", id(trace), id(updates), capacity),
-            lambda: weave(trace, updates, state=state, capacity_bytes=capacity, kept_bytes=kept),
+            lambda: weave(trace, updates, state=state, capacity_bytes=capacity, kept_bytes=budgets.fixed_bytes),
             trace,
             updates,
         )
@@ -267,7 +269,7 @@ def make(planner: Planner, draft: Draft) -> Draft:
     ask, trace, start = draft.ask, draft.trace, draft.ask.start
     # Gradients that updates read on the tier below are complete in the last backward before a step.
     after, goes_down = planner.following(ask.kind), planner.used_below if ask.is_last else frozenset[PlaneRef]()
-    asked = (ask.kind, id(trace), id(after), ask.taken_bytes, draft.frees, goes_down, ask.knows_workspaces)
+    asked = (ask.kind, id(trace), id(after), ask.taken_bytes, draft.frees, goes_down, ask.kept_bytes)
     contents = tuple(map(frozenset, (start.newest.items(), *start.taken.values(), start.in_flight.items())))
 
     def make_now() -> Plan:

@@ -43,7 +43,7 @@ class Ask:
     Attributes:
         trace: its moments. start: where every unit is; not changed.
         level_bytes: the most non-model bytes of any moment of any stretch so far. excess_bytes: what such a stretch has taken more than its trace.
-        taken_bytes: what the user has taken of the compute tier's budget. knows_workspaces: whether what kernels take counts among activations.
+        taken_bytes: what the user has taken of the compute tier's budget. kept_bytes: see `PlanBudgets.room_bytes`.
         updates: a trace of updates that are pending, to be woven between the moments. whole: whether chunks are to be updated whole.
         unwanted: gradients that nobody wants once an update has read them. lets_go: what is expected to be let go of before moment `lets_go_at`.
         forwards: of a step, so far or in the last one. is_last: whether it is the last forward of a step, as far as that is as the last one.
@@ -55,7 +55,7 @@ class Ask:
     level_bytes: int = 0
     excess_bytes: int = 0
     taken_bytes: int = 0
-    knows_workspaces: bool = False
+    kept_bytes: int | None = None
     updates: Trace | None = None
     whole: bool = False
     unwanted: Collection[PlaneRef] = frozenset()

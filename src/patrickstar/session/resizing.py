@@ -105,9 +105,7 @@ class Resizing:
         new: Parts | None = None
         keeps = True
 
-        def build() -> tuple[
-            Contents | None, bool, str
-        ]:  # whether both have room beside each other, and what must be alike
+        def build() -> tuple[Contents | None, bool, str]:  # the last: what must be alike
             nonlocal new
             new = self.ground.parts(collectives) if is_member else None
             alike = f"torch {torch.__version__}, {self.ground.facts}"

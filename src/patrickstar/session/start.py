@@ -19,12 +19,13 @@ from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout, TensorSpec, build_layout
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import GRAD, WEIGHT, GradientUse, PlaneRef
-from patrickstar.core.shard_layout import RankOf, shard_of
+from patrickstar.core.shard_layout import RankOf, ShardLayout, shard_of
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.errors import BudgetError, LayoutError
 from patrickstar.optim.passes import Passes
 from patrickstar.optim.scratch import triton_bytes
+from patrickstar.optim.shared_norm import SharedNorm
 from patrickstar.parameters.blocks import Place, places_in
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.parameters.tiles import NOT_ONE_TENSOR
@@ -309,6 +310,8 @@ def with_pass_bytes(
         if here is None
         else here.scratch_bytes(layout.chunk_numel, is_split=is_split, largest=largest, tensors=tensors)
     )
+    if isinstance(layout, ShardLayout):
+        taken = replace(taken, norm=SharedNorm.bytes_of(layout))
     backwards = memory.options.accumulate or 1
     looks = backwards * sum(len(layout.parts(name)) for name in layout.slices) if precision.scales else 0
     flags = overflow_bytes(looks) if looks else 0  # there from a backward to the norm, which nothing fixed counts for

@@ -51,7 +51,10 @@ class StepParts:
         self._done = 0
         self._backwards = 0
         self._began = False
-        self._buffers = _buffers_of(of, values=is_first)
+        self._buffers = {
+            name: _Buffer(name, one, one._version, one.clone() if is_first and one.is_floating_point() else None)
+            for name, one in of.model.named_buffers()
+        }
         self._is_told = is_told
 
     def __iter__(self) -> Iterator[Any]:
@@ -148,10 +151,3 @@ class _Buffer:
         buffer = parts.model.get_buffer(self.name)
         is_same = buffer is self.buffer and buffer._version == self.version
         return is_same and (self.value is None or torch.equal(self.value, buffer))
-
-
-def _buffers_of(parts: Parts, *, values: bool) -> dict[str, _Buffer]:
-    return {
-        name: _Buffer(name, buffer, buffer._version, buffer.clone() if values and buffer.is_floating_point() else None)
-        for name, buffer in parts.model.named_buffers()
-    }

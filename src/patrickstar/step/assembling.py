@@ -11,16 +11,17 @@ from torch import Tensor
 
 from patrickstar.core.cuda_blocks import block_bytes
 from patrickstar.core.layout import Layout
+from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, STEP, PlaneRef
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import BudgetError, StateError
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.parameters.assembled import title
 from patrickstar.parameters.binding import Binding
+from patrickstar.plan.fit import refuse_parts
 from patrickstar.step.executor import Executor
 from patrickstar.step.gradients import Gradients
 from patrickstar.step.values import Weights
-from patrickstar.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +91,15 @@ class Assembling:
         except BudgetError as refusal:
             taken = held + nbytes
             slots = refusal.needed_bytes - refusal.fixed_bytes
-            fixed_bytes = self.executor.pilot.costs.beside(slots + taken)
-            needed, budget = slots + taken + fixed_bytes, refusal.available_bytes + taken
-            fixed = f" + fixed costs {format_bytes(fixed_bytes)}" if fixed_bytes else ""
-            raise BudgetError(
-                f"{title(key)} does not fit as a whole tensor\n"
-                f"  needed {format_bytes(needed)} = the tensor {format_bytes(nbytes)} + others in use or held by views of them {format_bytes(held)} "
-                f"+ chunk slots in use at once {format_bytes(slots)}{fixed};  budget {format_bytes(budget)}\n"
-                "  to clip, session.clip_grad_norm_(max_norm) needs one chunk at a time; else use one tensor at a time, release views of others, "
-                f"or give {refusal.tier}_memory >= {format_bytes(needed)}",
-                tier=refusal.tier,
+            parts = {"the tensor {}": nbytes, "others in use or held by views of them {}": held}
+            raise refuse_parts(
+                next(tier for tier in Tier if tier.label == refusal.tier),
+                f"to put {title(key)} together",
+                {**parts, "chunk slots in use at once {}": slots},
+                budget_bytes=refusal.available_bytes + taken,
+                fixed_bytes=self.executor.pilot.costs.beside(slots + taken),
+                instead="one tensor at a time, without views of others (session.clip_grad_norm_(max_norm) needs one chunk at a time)",
                 moment=refusal.moment,
-                needed_bytes=needed,
-                available_bytes=budget,
-                smallest_bytes=needed,
-                fixed_bytes=fixed_bytes,
             ) from refusal
 
 

@@ -41,7 +41,7 @@ class DeviceRoom(EmulatedRoom):
 
         self._counts = self._has_told = False
         self._is_alone = True
-        self._base = self._now = self._peak = self._most = 0
+        self._base = self._now = self._peak = self._most = self._left = 0
         self._is_seen = False  # a peak of this stretch above all that has been before
 
     def begin(self, stretch: Stretch, there_bytes: int) -> None:  # noqa: ARG002
@@ -50,7 +50,7 @@ class DeviceRoom(EmulatedRoom):
         self._last[self._device] = weakref.ref(self)
         self._base, self._peak = allocated_bytes(self._device)
         self._base -= there_bytes
-        self._now = self._most = 0
+        self._now = self._most = self._left = 0
         self._is_seen = False
         self._counts = self._is_alone = True
 
@@ -70,8 +70,8 @@ class DeviceRoom(EmulatedRoom):
             self._is_seen = self._is_seen or peak > self._peak
             self._peak = peak
             self._most = max(self._most, found)
-            self._store.hold_beside(found)
-            self._store.hold_beside(self._now)  # what was there in between is there no more
+            self._store.hold_beside(self.kept_bytes + found)
+            self._store.hold_beside(self.kept_bytes + self._now)  # what was there in between is there no more
             stretch = self._pilot.stretch
             if stretch.followed is not None and stretch.position:
                 stretch.exceed(found - stretch.followed.foreseen.moments[stretch.position - 1].nonmodel_bytes)
@@ -81,7 +81,8 @@ class DeviceRoom(EmulatedRoom):
     def pause_meter(self) -> None:
         """Stops counting: activations are gone with the graph, and whoever allocates now does so for himself."""
         super().pause_meter()
-        self._counts, self._now = False, 0
+        if self._counts:
+            self._counts, self._now, self._left = False, 0, self._now
 
     def beside_bytes(self) -> int:
         """Bytes that there were when somebody last looked; as for other rooms where these cannot be told from others'."""
@@ -106,8 +107,17 @@ class DeviceRoom(EmulatedRoom):
             excess = max(stretch.excess_bytes, 0 if is_told else most - stretch.foreseen.peak - beside)
             known.expected.excess_bytes = max(known.expected.excess_bytes, known.expected.excess_beyond(share) + excess)
         left = 0 if known is not None and known.expected.knows_workspaces else share
-        if known is not None and trace is not None and stretch.complete and self._is_seen and not known.by_chance:
+        if (
+            left
+            and known is not None
+            and trace is not None
+            and stretch.complete
+            and self._is_seen
+            and not known.by_chance
+        ):
             known.expected.knows_workspaces = True
+            # Later steps begin with it. Outputs that the user holds may be counted as well, within the share.
+            self.kept_bytes += max(0, min(self._left, share - known.expected.excess_bytes - self.kept_bytes))
         if excess > left:
             budget, is_over = format_bytes(budget_bytes), self._store.ledger.peak[self._compute] > budget_bytes
             _log.log(

@@ -230,7 +230,7 @@ class KnownForwards:
 
     def _as_it_ran(self, recorded: Trace, state: Residency, *, is_first: bool) -> Trace:
         """The trace of a step that has run, for plans of later ones, none of which is to be refused for what this one took beside chunks."""
-        budget = self.budgets.room_bytes(knows_workspaces=True) - self.taken_bytes()
+        budget = self.budgets.room_bytes(kept_bytes=0) - self.taken_bytes()
         need = worst_moment(recorded, start=state, trained=True)
         if self.budgets.stream_device is not None or need.nbytes <= budget:
             return recorded

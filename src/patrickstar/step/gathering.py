@@ -54,10 +54,10 @@ class Gathering(Exchange):
         self.shares_of = cache(partial(shares_by_rank, layout))
 
     def refused(self, refusal: BudgetError) -> BudgetError:
-        """The refusal of a forward, with the budget that is enough on all ranks. None goes on with it: each has refused it, too, or fails."""
+        """The refusal of a forward, or a norm, with the budget that is enough on all ranks. None goes on: each has refused it, too, or fails."""
         enough = refusal.smallest_bytes
         with suppress(RankError):
-            enough = max(self.collectives.agree(enough, "on no forward: it does not fit"))
+            enough = max(self.collectives.agree(enough, "on nothing: it does not fit"))
         staging = staging_bytes(self.binding.device)
         return of_machine(refusal, enough, self.collectives.ranks.local_size, staging_bytes=staging)
 
@@ -124,7 +124,7 @@ class Gathering(Exchange):
             self.collectives.gather(of_all.view(-1), mine, what).wait()
             return of_all
 
-        return SharedNorm(self.layout.rank, shares, gather, self.binding.device)
+        return SharedNorm(self.layout.rank, shares, gather, self.binding.device, largest=self.layout.largest_numel)
 
     def _bring(self, group: str, *, writes: bool, phase: Phase) -> None:
         label = self.binding.access.parameters_in(group)[0].name

@@ -22,6 +22,7 @@ from patrickstar.optim.passes import Passes
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.plan.planner import Planner
+from patrickstar.plan.stretch import StretchKind
 from patrickstar.plan.touches import update_touches
 from patrickstar.step.executor import Executor
 from patrickstar.step.gradients import Gradients
@@ -91,7 +92,8 @@ class OptimizerStep(Doer):
         self.stretches.begin_update(order)
         for moment in tuple(order.waiting.values()):
             self.executor.update(moment)
-        if self.stretches.end_update():
+        if self.executor.pilot.stretch.kind is StretchKind.UPDATE:  # it has one of its own
+            self.stretches.end()
             for gradient in sorted(filter(self.executor.store.state.is_free, order.frees)):
                 self.executor.release(gradient)
 

@@ -26,12 +26,12 @@ from typing import Any, ClassVar
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Phase, Touch, Trace
-from patrickstar.errors import BudgetError
 from patrickstar.memory.allocator import allocator, release_free_memory, return_at_once
 from patrickstar.memory.leases import Leases
 from patrickstar.memory.process import resident_bytes
 from patrickstar.memory.store import ChunkStore
 from patrickstar.plan.actions import Action, Wait, Work, slots_taken
+from patrickstar.plan.fit import Need, advise, refuse_moment
 from patrickstar.plan.pilot import Pilot
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.simulate import simulate
@@ -58,7 +58,7 @@ class Room:
 
     Attributes:
         lock: held by whoever changes what is in memory. meter: while one counts. always_meters: whether every forward is metered.
-        level_bytes: the most bytes beside chunks at any moment so far, foreseen or taken.
+        level_bytes: the most bytes beside chunks at any moment so far, foreseen or taken. kept_bytes: what libraries keep from first steps on.
         is_short: whether more was taken than may be in the last stretch, in whose middle nothing could leave.
     """
 
@@ -76,6 +76,7 @@ class Room:
         self.lock = threading.RLock()
         self.meter: LiveBytes | None = None
         self.level_bytes = budgets.passes.update
+        self.kept_bytes = 0
         self.is_short = False
         self._started: LiveBytes | None = None  # the one that is on, counting or not
         self._acts = True
@@ -357,26 +358,24 @@ class EmulatedRoom(Room):
         over = self._over_bytes(slots)
         if not over or self.meter is None:
             return
-        live, slot_bytes, stretch = self.meter.live, slots * self._store.state.slot_bytes, self._pilot.stretch
-        held, budget, tier = slot_bytes + live, slot_bytes + live - over, self._compute.label
-        smallest = held + held // 4  # an estimate: there is no forecast, or it has just been shown to be wrong
+        stretch, costs = self._pilot.stretch, self._budgets.machine.costs
+        moment = f"{stretch.position} of the {stretch.kind}"
+        need = Need(moment, slots, self._store.state.slot_bytes, self.meter.live)
+        enough = (
+            need.nbytes + need.nbytes // 4
+        )  # an estimate: there is no forecast, or it has just been shown to be wrong
         self.pause_meter()  # this step is over
-        raise BudgetError(
-            f"{tier} memory of {format_bytes(budget)} is exceeded at op {stretch.position} of the {stretch.kind}: "
-            f"{format_bytes(held)} = chunk slots {format_bytes(slot_bytes)} + activations {format_bytes(live)}\n"
-            f"  give {tier}_memory >= {format_bytes(smallest)}, or a smaller batch",
-            tier=tier,
-            moment=f"{stretch.position} {stretch.kind}",
-            needed_bytes=held,
-            available_bytes=budget,
-            smallest_bytes=smallest,
+        refusal = refuse_moment(
+            need,
+            tier=self._compute,
+            budget_bytes=need.nbytes - over + costs.set_aside_bytes,
+            fixed_bytes=costs.beside(need.nbytes),
         )
+        raise advise(refusal, {self._compute.label: enough + costs.beside(enough)})
 
 
 def slots_after(actions: Sequence[Action], store: ChunkStore) -> int:
     """Number of slots of the compute tier that will be in use once these actions are done."""
     compute = store.state.compute
-    in_use = store.state.slots_used[compute]
-    for action in actions:
-        in_use += 0 if isinstance(action, Wait) else slots_taken(action, compute)
-    return in_use
+    taken = sum(slots_taken(action, compute) for action in actions if not isinstance(action, Wait))
+    return store.state.slots_used[compute] + taken

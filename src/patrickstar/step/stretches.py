@@ -198,7 +198,7 @@ class Stretches:
                 kind,
                 expected.trace,
                 excess_bytes=excess,
-                knows_workspaces=expected.knows_workspaces,
+                kept_bytes=self.executor.room.kept_bytes if expected.knows_workspaces else None,
                 updates=None if pending is None else pending.trace,
                 unwanted=frozenset(pending.frees) if pending is not None else frozenset(),
                 whole=whole,
@@ -260,13 +260,6 @@ class Stretches:
             )
         )
 
-    def end_update(self) -> bool:
-        """Ends the stretch of the optimizer's step, if that has one of its own; tells whether it has."""
-        is_apart = self.executor.pilot.stretch.kind is StretchKind.UPDATE
-        if is_apart:
-            self.end()
-        return is_apart
-
     def forget_plans(self, why: str) -> None:
         """Forgets all plans: units have come or have other sizes. The rest of the stretch is decided on the spot, later ones are planned anew."""
         self.planner.forget()
@@ -292,7 +285,7 @@ class Stretches:
                 known.learn(stretch, None)
         self.executor.room.stop_meter()
         if stretch.kind is not StretchKind.OUTSIDE:
-            budget_bytes = self.budgets.room_bytes(knows_workspaces=True) - self.known.taken_bytes()
+            budget_bytes = self.budgets.room_bytes(kept_bytes=0) - self.known.taken_bytes()
             self.executor.room.end(stretch, known, budget_bytes=budget_bytes)
             self.counts = self.counts.ended(stretch, "" if known is None else known.explain(stretch))
         self.executor.pilot.begin(Stretch(StretchKind.OUTSIDE))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from patrickstar.core.planes import WEIGHT
 from patrickstar.core.trace import Phase, Trace
-from patrickstar.errors import StateError
+from patrickstar.errors import BudgetError, StateError
 from patrickstar.memory.device_failure import noticed_at
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.norm import GlobalNorm, clip_factor, norm_of
@@ -203,7 +203,10 @@ class DeferredTraining(Training):
         chunked = [name for name in counted if name in self.in_chunks.names]
         stay, trace = self.binding.gradients.stay, Trace(())
         if not stay:
-            trace = self.stretches.begin_norm(self.updates.planner.norm_trace(chunked))
+            try:
+                trace = self.stretches.begin_norm(self.updates.planner.norm_trace(chunked))
+            except BudgetError as refusal:
+                raise refusal if self.gathering is None else self.gathering.refused(refusal) from None
             if own:  # which no trace has
                 with self.executor.room.making(self.updates.planner.norm_bytes):
                     self.executor.open()
