@@ -43,8 +43,7 @@ class SharedNorm(GlobalNorm):
         """The most bytes that a norm of all tensors takes of a device."""
         own = (share for name in layout.slices for share in shares_by_rank(layout, name)[layout.rank])
         cuts = [8 * ROW_NUMEL * len(share.subtrees) for share in own if share.subtrees]
-        # The sums of each cut are there by themselves, and then, as all others, together.
-        sums = sum(map(cuda_block_bytes, cuts)) + 2 * cuda_block_bytes(sum(cuts))
+        sums = sum(map(cuda_block_bytes, cuts)) + 2 * cuda_block_bytes(sum(cuts))  # each by itself, then all together
         return GlobalNorm.scratch_bytes(layout.largest_numel, len(layout.slices)) + sums
 
     @torch.no_grad()

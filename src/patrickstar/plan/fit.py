@@ -151,6 +151,7 @@ def refuse_moment(need: Need, *, tier: Tier, budget_bytes: int, fixed_bytes: int
         fixed_bytes: what a budget for that much holds beside it. instead: another change that would help than fewer activations.
     """
     chunks = need.slots * need.slot_bytes
+    words = f"chunk slots {{}} ({need.slots} of {format_budget(need.slot_bytes)})"
     room = budget_bytes - chunks - fixed_bytes
     if room > 0 and not instead:
         size = _Sizes(chunks + need.nonmodel_bytes + fixed_bytes).down(room)
@@ -158,10 +159,7 @@ def refuse_moment(need: Need, *, tier: Tier, budget_bytes: int, fixed_bytes: int
     return refuse_parts(
         tier,
         f"at op {need.moment}",
-        {
-            f"chunk slots {{}} ({need.slots} of {format_budget(need.slot_bytes)})": chunks,
-            "activations {}": need.nonmodel_bytes,
-        },
+        {words: chunks, "activations {}": need.nonmodel_bytes},
         budget_bytes=budget_bytes,
         fixed_bytes=fixed_bytes,
         instead=instead,
