@@ -16,7 +16,7 @@ from random import Random
 from threading import Lock
 
 from patrickstar.errors import DeviceError, StateError
-from patrickstar.memory.lanes import Lane, Task, Ticket, end_of, when_all_settled
+from patrickstar.memory.lanes import Lane, Task, Ticket, when_all_settled
 
 _LATEST_SECONDS = 2e-3
 
@@ -138,14 +138,17 @@ class StressedLane:
 
 def _do(work: Task, after: Collection[Ticket], end: Future[None], lane: str) -> None:
     try:
-        failure = end_of(work, after).error
+        for ticket in after:
+            ticket.wait()
+        work()
+    except Exception as error:
+        end.set_exception(error)
     except BaseException as error:  # what ends a thread is no interruption of whoever waits
         failure = DeviceError(f"a work of the lane {lane} was ended by {error!r}")
         failure.__cause__ = error
-    if failure is None:
-        end.set_result(None)
-    else:
         end.set_exception(failure)
+    else:
+        end.set_result(None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

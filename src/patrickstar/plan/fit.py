@@ -145,11 +145,7 @@ def slots_needed(
 
 
 def refuse_moment(need: Need, *, tier: Tier, budget_bytes: int, fixed_bytes: int = 0, instead: str = "") -> BudgetError:
-    """An error for a moment that needs more of a tier than its budget.
-
-    Args:
-        fixed_bytes: what a budget for that much holds beside it. instead: another change that would help than fewer activations.
-    """
+    """An error for a moment that needs more of a tier than its budget. `fixed_bytes`: what that holds beside; `instead`: what else would help."""
     chunks = need.slots * need.slot_bytes
     words = f"chunk slots {{}} ({need.slots} of {format_budget(need.slot_bytes)})"
     room = budget_bytes - chunks - fixed_bytes

@@ -81,8 +81,8 @@ class DeviceRoom(EmulatedRoom):
     def pause_meter(self) -> None:
         """Stops counting: activations are gone with the graph, and whoever allocates now does so for himself."""
         super().pause_meter()
-        if self._counts:
-            self._counts, self._now, self._left = False, 0, self._now
+        self._left = max(self._left, self._now)
+        self._counts, self._now = False, 0
 
     def beside_bytes(self) -> int:
         """Bytes that there were when somebody last looked; as for other rooms where these cannot be told from others'."""

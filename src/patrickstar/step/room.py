@@ -359,8 +359,7 @@ class EmulatedRoom(Room):
         if not over or self.meter is None:
             return
         stretch, costs = self._pilot.stretch, self._budgets.machine.costs
-        moment = f"{stretch.position} of the {stretch.kind}"
-        need = Need(moment, slots, self._store.state.slot_bytes, self.meter.live)
+        need = Need(f"{stretch.position} of the {stretch.kind}", slots, self._store.state.slot_bytes, self.meter.live)
         enough = (
             need.nbytes + need.nbytes // 4
         )  # an estimate: there is no forecast, or it has just been shown to be wrong
@@ -377,5 +376,7 @@ class EmulatedRoom(Room):
 def slots_after(actions: Sequence[Action], store: ChunkStore) -> int:
     """Number of slots of the compute tier that will be in use once these actions are done."""
     compute = store.state.compute
-    taken = sum(slots_taken(action, compute) for action in actions if not isinstance(action, Wait))
-    return store.state.slots_used[compute] + taken
+    in_use = store.state.slots_used[compute]
+    for action in actions:
+        in_use += 0 if isinstance(action, Wait) else slots_taken(action, compute)
+    return in_use
