@@ -375,6 +375,25 @@ def test_what_libraries_keep_from_a_first_step_on_is_left_to_them(
 
 
 @pytest.mark.usefixtures("share")
+def test_a_step_without_a_trace_names_a_budget_with_the_share(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("patrickstar.step.forwards.can_be_traced", lambda _: False)
+    monkeypatch.setattr(Hungry, "nbytes", 2 * TAKEN)
+    memory, said = 1024, list[str]()
+    for _ in range(12):
+        try:
+            with twins(hungry_mlp, device_memory=memory) as pair:
+                pair.train(1)
+            break
+        except BudgetError as refusal:
+            assert refusal.smallest_bytes > memory
+            memory = refusal.smallest_bytes
+            said.append(str(refusal))
+    assert any("of the training step" in text and "+ fixed costs" in text for text in said), said
+
+
+@pytest.mark.usefixtures("share")
 def test_the_share_stays_free_where_no_step_has_shown_what_kernels_take(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
