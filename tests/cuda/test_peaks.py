@@ -354,7 +354,7 @@ def test_steps_stay_within_the_budget_that_a_refusal_names_whatever_kernels_take
 @pytest.mark.usefixtures("share")
 @pytest.mark.parametrize("way", ["deferred", "in_backward"])
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_what_libraries_keep_from_a_first_step_on_is_left_to_them(
+def test_what_libraries_keep_is_left_to_them(
     when: str, way: str, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As cuBLAS keeps a workspace for each thread and stream: later steps find it there, in the budget of their session."""
@@ -368,16 +368,13 @@ def test_what_libraries_keep_from_a_first_step_on_is_left_to_them(
             torch.accelerator.reset_peak_memory_stats()
             step(pair.model, pair.session, inputs[number])
             took = torch.accelerator.max_memory_allocated() - base
-            assert took > TAKEN // 2
-            left = memory - pair.session.plan.machine.budget[Tier.DEVICE]
-            assert number == 0 or took <= left + pair.session.trace.peak <= memory
+            room = pair.session.plan.machine.budget[Tier.DEVICE] - pair.session.trace.peak
+            assert number == 0 or TAKEN // 2 < took <= memory - room <= memory
         assert pair.session.stats().planned_steps == 4
 
 
 @pytest.mark.usefixtures("share")
-def test_a_step_without_a_trace_names_a_budget_with_the_share(
-    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_without_a_trace_names_the_share(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("patrickstar.step.forwards.can_be_traced", lambda _: False)
     monkeypatch.setattr(Hungry, "nbytes", 2 * TAKEN)
     memory, said = 1024, list[str]()

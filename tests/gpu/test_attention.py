@@ -21,7 +21,6 @@ KINDS = [
 
 
 def seen(way: str) -> Tensor:
-    """What a query sees, true: all earlier keys and those of its own up to itself, or by chance, its own place always."""
     causal = torch.ones(OWN, EARLIER + OWN, device="cuda", dtype=torch.bool).tril(EARLIER)
     if way == "causal":
         return causal.expand(2, 1, OWN, EARLIER + OWN)
@@ -44,8 +43,7 @@ def by_blocks(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, way: str) -> list[T
         attend_backward(grad, q, k[:, :, part], v[:, :, part], out, lse, scale=scale, **how)
         for part, how in zip(parts, asked)
     ]
-    of_queries = sum(dq.double() for dq, _, _ in grads)
-    return [out, of_queries, *(torch.cat(each, 2) for each in list(zip(*grads))[1:])]
+    return [out, sum(dq.double() for dq, _, _ in grads), *(torch.cat(each, 2) for each in list(zip(*grads))[1:])]
 
 
 def at_once(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, way: str) -> list[Tensor]:

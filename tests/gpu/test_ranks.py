@@ -18,7 +18,7 @@ from tests.parity.test_worlds import assert_moved, assert_parity, least, train
 from tests.ranks import Teams
 
 pytestmark = pytest.mark.device_only
-OTHERS = [row for row in RANKS if row.tier.startswith("emulated") and row.world == 2 and row not in QUICK]
+ROWS = [*QUICK, *(row for row in RANKS if row.tier.startswith("emulated") and row.world == 2 and row not in QUICK)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -46,7 +46,7 @@ def train_there(rank: int, row: Row, limits: Limits, directory: Path, steps: int
         return train(rank, row, limits, directory, steps, "cuda")
 
 
-@pytest.mark.parametrize("row", [*QUICK, *OTHERS], ids=str)
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_no_bit_depends_on_how_ranks_share_a_gpu(row: Row, team_of: Teams, tmp_path: Path) -> None:
     outcomes = least(team_of(row.world), row, tmp_path, act=train_there)
     assert_moved(row, outcomes)

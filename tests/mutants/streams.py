@@ -162,8 +162,7 @@ STREAMS: tuple[Mutant, ...] = (
         f"{PEAKS}::test_steps_stay_within_the_budget_that_a_refusal_names_whatever_kernels_take_of_the_share[deferred]",
     ),
     Fault("what-libraries-keep-is-forgotten", "step.device_room:DeviceRoom.end").by(
-        drop("kept_bytes"),
-        f"{PEAKS}::test_what_libraries_keep_from_a_first_step_on_is_left_to_them[backward-in_backward]",
+        drop("kept_bytes"), f"{PEAKS}::test_what_libraries_keep_is_left_to_them[backward-in_backward]"
     ),
     Fault("kernels-are-told-of-that-take-what-was-left-for-them", "step.device_room:DeviceRoom.end").by(
         replace("excess > left", "excess > 0"),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ import patrickstar
 from patrickstar.comm.ranks import Ranks
 from patrickstar.errors import BudgetError, ConfigError, DeviceError, RankError, StateError
 from patrickstar.session.checks import expect_a_gpu_each
+from patrickstar.step.stretches import Stretches
 from tests.faults import Fails, FaultyIO
 from tests.ranks import Ended, Team, all_well, kill_me
 from tests.sampling import only
@@ -460,6 +462,23 @@ def too_large(rank: int, host_memory: int, rows: tuple[int, ...]) -> tuple[int, 
             return refusal.smallest_bytes, not torch.equal(before["0.0.weight"], weights_of(session)["0.0.weight"])
         session.optimizer.step()
         return 0, True
+
+
+def norm_too_large(rank: int, refused: tuple[int, ...]) -> None:
+    with pytest.MonkeyPatch.context() as patch, managed() as (model, session):
+        model(torch.ones(4, 48)).square().mean().backward()
+        if rank in refused:
+            refusal = BudgetError("", tier="host", smallest_bytes=rank + 5)
+            patch.setattr(Stretches, "begin_norm", Mock(side_effect=refusal))
+        session.clip_grad_norm_(1.0)
+
+
+def test_a_norm_without_room_is_refused_on_all_ranks_or_ends_the_others(two: Team) -> None:
+    for refused in ((0, 1), (1,)):
+        other, own = two.run(norm_too_large, refused)
+        assert own.smallest_bytes == 12  # of the machine: as much as either needs, twice
+        assert type(other) is (BudgetError if 0 in refused else RankError), other
+    assert "rank 1: agree on nothing: it does not fit" in str(other)
 
 
 def test_a_budget_refused_on_all_ranks_says_which_is_enough(two: Team) -> None:

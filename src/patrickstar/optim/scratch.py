@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from patrickstar.core.cuda_blocks import cuda_block_bytes
+from patrickstar.core.norm_tree import ROW_NUMEL, tree_rows
 
 _LEAST_NUMEL = 1 << 10
 
@@ -27,7 +28,7 @@ def block_numel(numel: int, *, most: int) -> int:
 
 def tree_numel(numel: int, *, most: int) -> int:
     """Elements of the smallest tree of squares that has room for a tensor of so many, or the most that there are."""
-    return min(most, max(16, 1 << (numel - 1).bit_length()))
+    return min(most, ROW_NUMEL * tree_rows(max(1, numel)))
 
 
 def triton_bytes(largest: int, tensors: int) -> PassBytes:

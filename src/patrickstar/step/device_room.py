@@ -107,14 +107,8 @@ class DeviceRoom(EmulatedRoom):
             excess = max(stretch.excess_bytes, 0 if is_told else most - stretch.foreseen.peak - beside)
             known.expected.excess_bytes = max(known.expected.excess_bytes, known.expected.excess_beyond(share) + excess)
         left = 0 if known is not None and known.expected.knows_workspaces else share
-        if (
-            left
-            and known is not None
-            and trace is not None
-            and stretch.complete
-            and self._is_seen
-            and not known.by_chance
-        ):
+        shows = left and stretch.complete and self._is_seen
+        if shows and known is not None and trace is not None and not known.by_chance:
             known.expected.knows_workspaces = True
             # Later steps begin with it. Outputs that the user holds may be counted as well, within the share.
             self.kept_bytes += max(0, min(self._left, share - known.expected.excess_bytes - self.kept_bytes))

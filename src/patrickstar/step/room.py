@@ -360,9 +360,8 @@ class EmulatedRoom(Room):
             return
         stretch, costs = self._pilot.stretch, self._budgets.machine.costs
         need = Need(f"{stretch.position} of the {stretch.kind}", slots, self._store.state.slot_bytes, self.meter.live)
-        enough = (
-            need.nbytes + need.nbytes // 4
-        )  # an estimate: there is no forecast, or it has just been shown to be wrong
+        # An estimate: there is no forecast, or it has just been shown to be wrong.
+        enough = need.nbytes + need.nbytes // 4
         self.pause_meter()  # this step is over
         refusal = refuse_moment(
             need,
