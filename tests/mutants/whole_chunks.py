@@ -11,8 +11,9 @@ FORECAST = "tests/session/test_gradient_homes.py"
 ON_HOST = "tests/session/test_host_updates.py"
 
 WHOLE_CHUNKS: tuple[Mutant, ...] = (
-    Fault("what-is-held-on-a-device-is-updated-on-the-host", "plan.whole_chunks:update_whole_chunks").by(
-        without("chunk not in held_later"), f"{PLAN}::test_what_is_held_after_its_last_gradient_is_updated_where_it_is"
+    Fault("what-somebody-holds-is-updated-whole", "plan.whole_chunks:_arrivals").by(
+        without("_touched(...).isdisjoint(...)"),
+        f"{PLAN}::test_what_somebody_holds_when_its_last_gradient_comes_is_left_to_the_other_way",
     ),
     Fault("a-host-takes-more-gradients-of-a-backward-than-it-has-room-for", "plan.update_choice:choose_places").by(
         drop("if room < 0: ..."),
@@ -25,7 +26,7 @@ WHOLE_CHUNKS: tuple[Mutant, ...] = (
         never("passing"), f"{FORECAST}::test_a_gradient_that_must_wait_although_its_trace_had_not_shown_it_gets_room"
     ),
     Fault("a-chunk-is-updated-with-its-first-gradient", "plan.whole_chunks:update_whole_chunks").by(
-        replace("-1", "0", nth=4), f"{PLAN}::test_a_chunk_is_updated_after_its_last_gradient"
+        replace("-1", "0", nth=3), f"{PLAN}::test_a_chunk_is_updated_after_its_last_gradient"
     ),
     Fault("what-waits-has-no-room-to-be-used-at-any-moment", "plan.whole_chunks:_choose").by(
         replace("max(...)", "_passing(moment, state, at_home)", nth=2),

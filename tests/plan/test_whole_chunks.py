@@ -130,15 +130,11 @@ def test_a_gradient_that_must_wait_or_has_a_home_below_is_left_to_the_other_way(
     assert told(whole(layout, arrival(1, layout), arrival(0, layout), slots=100, state=state)) == ["G1", "g0", "u0"]
 
 
-def test_what_is_held_when_a_gradient_arrives_is_so_in_its_chunk_too() -> None:
+def test_what_somebody_holds_when_its_last_gradient_comes_is_left_to_the_other_way() -> None:
     layout = layout_of(1, 1)
-    weight = PlaneRef(1, WEIGHT)
-    found = whole(layout, use(0), arrival(1, layout, held=(weight,), nonmodel_bytes=7, live_bytes=6), slots=100)
-    assert found is not None
-    _, arrives, update = found.trace.moments
-    assert arrives.held == (weight,)
-    assert update.held == (), "it is touched"
-    assert {(moment.nonmodel_bytes, moment.live_bytes) for moment in (arrives, update)} == {(7, 6)}
+    moments = (arrival(1, layout), arrival(1, layout, held=(PlaneRef(1, WEIGHT),)), arrival(0, layout))
+    assert told(whole(layout, *moments, slots=100)) == ["G1", "G1", "g0", "u0"]
+    assert told(whole(layout, *moments[1::-1], moments[2], slots=100)) == ["g1", "g1", "u1", "g0", "u0"]
 
 
 @st.composite
@@ -201,20 +197,6 @@ def test_the_plan_of_what_is_updated_whole_keeps_every_invariant_within_the_budg
             found.trace, layout=layout, machine=machine, start=state, frees=found.frees, prefetch=prefetch
         )
         state = Residency.of(plan.end)
-
-
-def test_what_is_held_after_its_last_gradient_is_updated_where_it_is() -> None:
-    layout = layout_of(1, 1)
-    held = (PlaneRef(1, WEIGHT),)
-    moments = (arrival(1, layout), use(0, held=held), arrival(0, layout))
-    state = at_rest(layout, Tier.DEVICE)
-    machine = Machine(Tier.DEVICE, {Tier.DEVICE: 100 * SLOT_BYTES, Tier.HOST: PLENTY})
-    on_host = partial(choose_places, machine=machine, peak_bytes=0, choice=UpdateChoice(tier=lambda chunk: Tier.HOST))
-    found = whole(layout, *moments, slots=100, state=state, choose_places=on_host)
-    assert found is not None
-    updates = {moment.updates: moment.update_tier for moment in found.trace.moments if moment.updates is not None}
-    assert updates == {1: None, 0: Tier.HOST}
-    assert found.homes == {PlaneRef(1, GRAD): Tier.DEVICE, PlaneRef(0, GRAD): Tier.HOST}
 
 
 @some

@@ -64,9 +64,7 @@ def update_whole_chunks(
     grown.grow(dict.fromkeys(units, state.compute), units)
     in_order = sorted(until, key=lambda chunk: came[chunk][-1])
     updates = {chunk: _update_of(chunk, trace.moments[came[chunk][-1]]) for chunk in in_order}
-    held_later = _held_after(trace, {chunk: came[chunk][-1] for chunk in until})
-    updated_anywhere = Trace(tuple(update for chunk, update in updates.items() if chunk not in held_later))
-    grown, tiers = choose_places(updated_anywhere, grown)
+    grown, tiers = choose_places(Trace(tuple(updates.values())), grown)
     moments: list[Moment] = []
     updated_at: dict[int, int] = {}
     arriving = {index: chunk for chunk in until for index in came[chunk]}
@@ -88,23 +86,14 @@ def update_whole_chunks(
 
 
 def _update_of(chunk: int, last: Moment) -> Moment:
-    held = tuple(ref for ref in last.held if ref not in _touched(last))
-    touches = (*last.touches, Touch(PlaneRef(chunk, GRAD)))
-    return replace(last, phase=Phase.STEP, touches=touches, held=held, updates=chunk)
-
-
-def _held_after(trace: Trace, last: Mapping[int, int]) -> set[int]:
-    """The chunks of which something is held after the last of their gradients has come: what is updated elsewhere leaves."""
-    held_until = {ref: index for index, moment in enumerate(trace.moments) for ref in moment.held}
-    return {
-        chunk
-        for chunk, index in last.items()
-        if any(held_until.get(touch.ref, -1) >= index for touch in trace.moments[index].touches)
-    }
+    return replace(last, phase=Phase.STEP, touches=(*last.touches, Touch(PlaneRef(chunk, GRAD))), updates=chunk)
 
 
 def _arrivals(trace: Trace, state: Residency) -> dict[int, list[int]]:
-    """Moments in which gradients arrive, by chunk: of chunks all of whose gradients are used at once, and have no home below."""
+    """Moments in which gradients arrive, by chunk: of chunks all of whose gradients are used at once, and have no home below.
+
+    Nor is what somebody holds as the last one comes updated whole: a block that is open for other parameters of the run, for one.
+    """
     found: dict[int, list[int]] = defaultdict(list)
     for index, moment in enumerate(trace.moments):
         if moment.phase is Phase.BACKWARD:  # a gradient that updates its chunk touches its states
@@ -114,7 +103,9 @@ def _arrivals(trace: Trace, state: Residency) -> dict[int, list[int]]:
     return {
         chunk: at
         for chunk, at in found.items()
-        if chunk not in kept and state.home.get(PlaneRef(chunk, GRAD), state.compute) is state.compute
+        if chunk not in kept
+        and state.home.get(PlaneRef(chunk, GRAD), state.compute) is state.compute
+        and _touched(trace.moments[at[-1]]).isdisjoint(trace.moments[at[-1]].held)
     }
 
 
