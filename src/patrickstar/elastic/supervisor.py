@@ -35,9 +35,8 @@ from patrickstar.comm.job import (
     write_generation,
 )
 from patrickstar.elastic.job_directory import JobDirectory
-from patrickstar.elastic.node_process import NodeProcess
 from patrickstar.elastic.rank_process import RankProcess
-from patrickstar.elastic.ray_cluster import RayCluster
+from patrickstar.elastic.ray_cluster import NodeProcess, RayCluster
 from patrickstar.errors import ConfigError
 
 _POLL_S: Final = 0.05
