@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from patrickstar.cli.main import main
-from patrickstar.cluster.decision import PolicyError
 from patrickstar.cluster.figures import figures
-from patrickstar.cluster.job_view import Allocation
+from patrickstar.cluster.job_view import Allocation, PolicyError
 from patrickstar.cluster.report import page
 from patrickstar.errors import ConfigError
 from patrickstar.sharing.jobs_file import SharedJob, read_jobs

@@ -16,9 +16,8 @@ from typing import Any, Final, cast
 
 import numpy as np
 
-from patrickstar.cluster.decision import decide
 from patrickstar.cluster.four_numbers import FourNumbers
-from patrickstar.cluster.job_view import Allocation, Cluster, Ids, Policy
+from patrickstar.cluster.job_view import Allocation, Cluster, Ids, Policy, decide
 from patrickstar.cluster.simulation import DONE, Outcome, SimulatedJob, allocated
 from patrickstar.cluster.workload import Submission
 from patrickstar.errors import ConfigError
