@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 from machine import describe_machine
 
-from patrickstar.cli.report_picture import write_picture
+from patrickstar.cli.cluster import write_picture
 from patrickstar.cluster.figures import figures
 from patrickstar.cluster.four_numbers import FourNumbers
 from patrickstar.cluster.job_view import Cluster, JobView

@@ -9,7 +9,7 @@ from patrickstar import errors
 from patrickstar.cli.corpus import DataError
 from patrickstar.cli.machines import MachineError
 from patrickstar.cli.models import ModelError
-from patrickstar.cluster.decision import PolicyError
+from patrickstar.cluster.job_view import PolicyError
 from patrickstar.errors import (
     BudgetError,
     CheckpointError,

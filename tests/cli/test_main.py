@@ -5,7 +5,7 @@ import sys
 import click
 import pytest
 
-from patrickstar.cli import listings
+from patrickstar.cli import models
 from patrickstar.cli.main import VERBS, main
 from patrickstar.cli.stop import Stopped
 from patrickstar.errors import BudgetError, CheckpointError, ConfigError, DeviceError
@@ -23,7 +23,7 @@ def raise_from(monkeypatch, error):
     def fail():
         raise error
 
-    monkeypatch.setattr(listings, "models", click.Command("models", callback=fail))
+    monkeypatch.setattr(models, "models", click.Command("models", callback=fail))
 
 
 @pytest.mark.parametrize("verb", [(), ("train",), ("plan",), ("models",), ("machines",), ("doctor",)])

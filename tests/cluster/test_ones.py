@@ -8,7 +8,7 @@ import pytest
 
 from patrickstar.cluster.job_view import Cluster
 from patrickstar.cluster.policies.beta_model import BetaModel, digamma, features, fit, slope_by_beta
-from patrickstar.cluster.policies.ones import OnesOptions, OnesState, Seen, batch_rule, ones
+from patrickstar.cluster.policies.ones import OnesState, Seen, batch_rule, ones
 from patrickstar.cluster.simulation import simulate
 from tests.cluster.traces import submission, view
 
@@ -19,8 +19,8 @@ def rng():
     return np.random.default_rng(0)
 
 
-def decide(jobs, state=None, **options):
-    return ones(jobs, EIGHT, 0.0, state, rng(), options=OnesOptions(**options))
+def decide(jobs, state=None):
+    return ones(jobs, EIGHT, 0.0, state, rng())
 
 
 def gpus_of(allocations):
@@ -58,14 +58,15 @@ def test_a_limit_is_never_above_the_cluster_or_the_jobs_own():
     assert decide([job], with_limits({"a": 2}, a=2))[1].limits == {"a": 3}
 
 
-def test_the_largest_job_is_cut_where_it_holds_half_the_cluster_for_longer_than_others():
+def test_the_largest_job_is_cut_where_it_holds_half_the_cluster_for_longer_than_others(monkeypatch):
     # 2 * 4 / (300 / 100 + 1) = 2, and with the median at 200 s (300 + 100) / 2: 8 / 2.5 = 3.2, up to an even number.
     large = view("a", 4, epochs=9, gpu_ids=(0, 1, 2, 3), ran=300.0, samples=1.0)
     small = view("b", 1, epochs=9, gpu_ids=(4,), ran=100.0, samples=1.0)
     state = with_limits({"a": 8, "b": 2}, a=9, b=9)
     assert decide([large, small], state)[1].limits["a"] == 4
-    assert decide([large, dataclasses.replace(small, ran=10.0)], state, sigma=4.0)[1].limits["a"] == 2
     assert decide([dataclasses.replace(large, gpu_ids=(0, 1, 2)), small], state)[1].limits["a"] == 8, "less than half"
+    monkeypatch.setattr("patrickstar.cluster.policies.ones.SIGMA", 4.0)
+    assert decide([large, dataclasses.replace(small, ran=10.0)], state)[1].limits["a"] == 2
 
 
 def test_the_limit_of_a_job_that_ran_and_was_passed_over_halves_down_to_one():
@@ -219,9 +220,8 @@ def test_fault_8_what_remains_is_drawn_once_an_epoch():
     other = np.random.default_rng(9)
     _, second = ones([job], EIGHT, 1.0, first, other)
     _, third = ones([dataclasses.replace(job, epochs=4)], EIGHT, 2.0, second, other)
-    _, asked = ones([job], EIGHT, 1.0, first, other, options=OnesOptions(redraw=True))
     assert first.seen["a"].draw == second.seen["a"].draw
-    assert len({second.seen["a"].draw, third.seen["a"].draw, asked.seen["a"].draw}) == 3
+    assert second.seen["a"].draw != third.seen["a"].draw
 
 
 def test_fault_9_a_job_that_needs_several_gpus_is_not_taken_to_run_on_fewer():

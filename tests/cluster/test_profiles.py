@@ -5,7 +5,7 @@ import pytest
 
 from patrickstar.cluster.figures import seconds_with
 from patrickstar.cluster.job_view import Cluster
-from patrickstar.cluster.policies.pollux import pollux
+from patrickstar.cluster.policies.greedy import pollux
 from patrickstar.cluster.simulation import simulate
 from patrickstar.cluster.workload import read_workload
 from patrickstar.errors import ConfigError

@@ -20,7 +20,7 @@ import pytest
 
 from patrickstar.cli.main import main
 from patrickstar.elastic.job_directory import JobDirectory
-from patrickstar.elastic.node_process import NodeProcess
+from patrickstar.elastic.ray_cluster import NodeProcess
 from patrickstar.errors import ConfigError
 from patrickstar.sharing.jobs_file import read_jobs
 from patrickstar.sharing.live_job import Standing

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from patrickstar.cli.main import main
-from patrickstar.cluster.decision import PolicyError
 from patrickstar.cluster.figures import figures
-from patrickstar.cluster.job_view import Allocation
+from patrickstar.cluster.job_view import Allocation, PolicyError
 from patrickstar.cluster.report import page
 from patrickstar.errors import ConfigError
-from patrickstar.sharing.explanation import explain
 from patrickstar.sharing.jobs_file import SharedJob, read_jobs
 from patrickstar.sharing.live_job import LiveJob, Standing
+from patrickstar.sharing.sharing_directory import explain
 from tests.cluster.shared_jobs import FakeExecutor, dispatcher, job, write_jobs
 
 GOOD = "gpus: 4\njobs:\n  - name: a\n    run: python a.py --lr 3e-4\n    max: 9\n    steps: 20\n  - {name: b, run: b, min: 2}\n"

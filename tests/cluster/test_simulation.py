@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patrickstar.cluster.decision import PolicyError
 from patrickstar.cluster.figures import contention, figures, seconds_with
-from patrickstar.cluster.job_view import Allocation, Cluster
+from patrickstar.cluster.job_view import Allocation, Cluster, PolicyError
 from patrickstar.cluster.policies.catalogue import POLICIES
+from patrickstar.cluster.policies.greedy import soonest
 from patrickstar.cluster.policies.rigid import fifo, srtf
-from patrickstar.cluster.policies.soonest import soonest
 from patrickstar.cluster.simulation import PATIENCE, in_order_of_giving, simulate
 from tests.cluster import oracle
 from tests.cluster.traces import submission, workloads

@@ -76,7 +76,7 @@ class Running:
 
     def events(self) -> list[dict[str, Any]]:
         """The lines of its log."""
-        log = self.directory.log
+        log = self.directory.path / "log.jsonl"
         return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 

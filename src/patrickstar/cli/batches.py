@@ -37,11 +37,6 @@ class Data:
     source: str
     tokenizer: str | None = None
 
-    def row(self) -> dict[str, Any]:
-        """Entries for the log."""
-        tokens = {"train_tokens": len(self.train), "validation_tokens": len(self.held_out)}
-        return {"corpus": self.source, "tokenizer": self.tokenizer, **tokens}
-
 
 def prepare_data(given: Sequence[str], *, vocab_size: int, own_tokenizer: Path | None, display: Display) -> Data:
     """The tokens of a run, read and encoded, or drawn; says which. ConfigError: `random` beside paths. DataError: see `read_corpus`."""

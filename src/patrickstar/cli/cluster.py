@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from patrickstar.cli import flags
-from patrickstar.cli.listings import print_table
+from patrickstar.cli.display import print_table
 from patrickstar.elastic.ray_cluster import RayCluster
 from patrickstar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from patrickstar.cluster.simulation import Outcome
 
 
 @click.group()
@@ -62,7 +66,6 @@ def simulate(workload: Path, name: str, **given: Any) -> None:
     found = {one: run(jobs, policy, **how) for one, policy in policies.items()}
     told = [figures(outcome, policy=one, seed=given["seed"]) for one, outcome in found.items()]
     if given["report"]:
-        from patrickstar.cli.report_picture import write_picture
         from patrickstar.cluster.report import page
 
         given["report"].write_text(page(found, told), encoding="utf-8")
@@ -74,6 +77,29 @@ def simulate(workload: Path, name: str, **given: Any) -> None:
     else:
         click.echo(f"{len(jobs)} jobs on {of.gpus} GPUs, simulated (JCT: from submission to end)")
         print_table([*table(told)], flush_left=9)
+
+
+def write_picture(path: Path, outcomes: Mapping[str, Outcome], told: Sequence[Mapping[str, Any]]) -> None:
+    """Writes means, times of jobs, and GPUs held over time, by policy, as a PNG; needs matplotlib, the extra `cluster`."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    from patrickstar.cluster.figures import timeline
+
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    means, times, load = figure.subplots(1, 3)
+    for number, ((name, outcome), one) in enumerate(zip(outcomes.items(), told, strict=True)):
+        jct = np.sort([job["jct"] for job in one["jobs"]])
+        moments, held, _ = timeline(outcome)
+        means.barh(name, one["mean_jct"], color=f"C{number}")
+        times.step(jct, np.arange(1, len(jct) + 1) / len(jct), where="post", color=f"C{number}", label=name)
+        load.step(moments / 3600, held, where="post", color=f"C{number}", linewidth=0.8)
+    means.invert_yaxis()
+    means.set(xlabel="mean job completion time, s (simulated)")
+    times.set(xscale="log", xlabel="job completion time, s", ylabel="share of jobs")
+    times.legend(fontsize=8)
+    load.set(xlabel="hours", ylabel="GPUs held", ylim=(0, None))
+    figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
 _jobs_options = flags.all_of(
@@ -151,8 +177,7 @@ def _run_jobs(
 @flags.debug_option
 def why(directory: Path, job: str | None) -> None:
     """Say what each job that is shared in DIR has, waits for, and would gain by one GPU more."""
-    from patrickstar.sharing.explanation import explain
-    from patrickstar.sharing.sharing_directory import SharingDirectory
+    from patrickstar.sharing.sharing_directory import SharingDirectory, explain
 
     click.echo("\n".join(explain(SharingDirectory(directory).read(), job)))
 

@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
@@ -105,6 +106,14 @@ def step_text(step: Row, held: Mapping[str, int], budgets: Budgets) -> str:
 
 def _of(budgets: Budgets, tier: str) -> str:
     return format_bytes(budgets[tier]) if tier in budgets else ""
+
+
+def print_table(rows: list[tuple[str, ...]], *, flush_left: int = 2) -> None:
+    """Prints columns, so many of them flush left, so that `grep` and `awk` see plain lines."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [f"{cell:{'<' if at < flush_left else '>'}{widths[at]}}" for at, cell in enumerate(row)]
+        click.echo("  ".join(cells).rstrip())
 
 
 class EventLog(ExitStack):

@@ -81,13 +81,8 @@ def run_parts(request: Request, parts: int) -> int:
                 session.optimizer.zero_grad()
                 seconds = time.perf_counter() - began
                 tokens = request.batch_size * request.seq_len / seconds
-                loss_here = sum(losses) / len(losses)  # of this rank's parts
-                row: dict[str, Any] = {
-                    "event": "step",
-                    "step": step.step + 1,
-                    "ranks": session.world_size,
-                    "loss": loss_here,
-                }
+                row: dict[str, Any] = {"event": "step", "step": step.step + 1, "ranks": session.world_size}
+                row |= {"loss": sum(losses) / len(losses)}  # of this rank's parts
                 row |= {"seconds": seconds, "tokens_per_second": tokens, "rss": resident_bytes()}
                 if session.rank == 0:
                     log.write(row)

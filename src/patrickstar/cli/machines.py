@@ -1,4 +1,4 @@
-"""Machines that a step is planned for without being there: a name of the table, or a file as `doctor --measure` writes it.
+"""Machines that a step is planned for without being there: a name of the table, or a file as `doctor --measure` writes it; the verb `machines`.
 
 Figures of the table are vendors' data sheets unless a line says otherwise. A preset is one node. Rates are peaks, in bytes and floating-point
 operations per second, in one direction: what a plan may hope for at best. Matmul rates are dense (without sparsity), 16-bit with fp32 accumulation.
@@ -29,6 +29,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
+
+import click
 
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.config.json_file import read_json
@@ -107,6 +109,23 @@ MACHINES: Final[Mapping[str, MachinePreset]] = MappingProxyType(
         ),
     }
 )
+
+
+@click.command()
+def machines() -> None:
+    """Machines with known figures, each one node."""
+    from patrickstar.cli.display import print_table
+
+    rows: list[tuple[str, ...]] = [
+        ("name", "accelerators", "each", "host", "16-bit matmul", "link each way", "disk read")
+    ]
+    for name, machine in MACHINES.items():
+        devices = f"{machine.devices} x {machine.device}" if machine.devices else "none"
+        each = format_bytes(machine.device_bytes) if machine.devices else "-"
+        rates = [f"{rate / 1e9:.4g} GB/s" if rate else "-" for rate in (machine.link, machine.disk_read)]
+        matmul = f"{machine.matmul_16bit / 1e12:.4g} TFLOP/s"
+        rows.append((name, devices, each, format_bytes(machine.host_bytes), matmul, *rates))
+    print_table(rows)
 
 
 class MachineError(Error):

@@ -14,7 +14,6 @@ import importlib
 import signal
 import traceback
 from collections.abc import Sequence
-from types import MappingProxyType
 from typing import Final
 
 import click
@@ -23,18 +22,8 @@ from patrickstar.cli.flags import Invocation, debug_option
 from patrickstar.cli.stop import Stopped
 from patrickstar.errors import BudgetError, ConfigError, Error, RankError, nearest
 
-# Verb -> the module that has it under the same name. Imported when asked for: `patrickstar --help` must not load torch.
-VERBS: Final = MappingProxyType(
-    {
-        "train": "patrickstar.cli.train",
-        "plan": "patrickstar.cli.plan",
-        "models": "patrickstar.cli.listings",
-        "machines": "patrickstar.cli.listings",
-        "doctor": "patrickstar.cli.doctor",
-        "elastic": "patrickstar.cli.elastic",
-        "cluster": "patrickstar.cli.cluster",
-    }
-)
+# Each in a module of its name, imported when asked for: `patrickstar --help` must not load torch.
+VERBS: Final = ("train", "plan", "models", "machines", "doctor", "elastic", "cluster")
 
 
 class _Verbs(click.Group):
@@ -44,7 +33,7 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         if cmd_name not in VERBS:
             ctx.fail(f"no verb {cmd_name!r}: there are {', '.join(VERBS)}{nearest(cmd_name, VERBS)}")
-        command = getattr(importlib.import_module(VERBS[cmd_name]), cmd_name)
+        command = getattr(importlib.import_module(f"patrickstar.cli.{cmd_name}"), cmd_name)
         assert isinstance(command, click.Command)
         return command
 

@@ -1,4 +1,4 @@
-"""Models that `--model` means: a name of the table, a configuration file, a directory with weights. Hugging Face's code builds them.
+"""Models that `--model` means: a name of the table, a configuration file, a directory with weights; the verb `models`. Hugging Face builds them.
 
 The table has the original's shapes, common current ones, and what `make train` trains. Sources: the original's table is that of
 Tencent/PatrickStar, `examples/model_builder.py` (hidden size, layers, heads and positions as there, the feed-forward layer four times as wide). Its
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
+
+import click
 
 from patrickstar.config.json_file import read_json
 from patrickstar.errors import ConfigError, Error, nearest
@@ -141,6 +143,22 @@ MODELS: Final[Mapping[str, Shape]] = MappingProxyType(
         "GPT_454B": Shape(90, 20480, 128),
     }
 )
+
+
+@click.command()
+def models() -> None:
+    """List what --model knows by name."""
+    from patrickstar.cli.display import print_table
+
+    rows: list[tuple[str, ...]] = [
+        ("name", "family", "layers", "hidden", "heads", "vocabulary", "positions", "parameters")
+    ]
+    for name, shape in MODELS.items():
+        numbers = (shape.layers, shape.hidden, shape.heads, shape.vocab, shape.positions)
+        numel = shape.numel()
+        count = f"{numel / 1e9:.2f}B" if numel >= 1e9 else f"{numel / 1e6:.1f}M"
+        rows.append((name, shape.family, *map(str, numbers), count))
+    print_table(rows)
 
 
 class ModelError(Error):

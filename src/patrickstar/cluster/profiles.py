@@ -8,8 +8,9 @@ from __future__ import annotations
 import bisect
 import csv
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, cast
@@ -26,28 +27,22 @@ ONE_GPU: Final = frozenset({"ncf"})
 N_BATCHES: Final = 50
 
 
-class Profiles:
-    """Tables of a directory, each read when a job first needs it. Fills caches; what it answers never changes."""
+def courses(directory: Path, *, gpus: int, gpus_per_node: int) -> Callable[[str, int], PolluxCourse]:
+    """Gives the course of a job of an application with a batch. Tables of the directory are each read when a job first needs them."""
+    traces = directory / "traces" if (directory / "traces").is_dir() else directory
+    application = cache(lambda name: Application(traces / name, gpus_per_node=gpus_per_node))
 
-    def __init__(self, directory: Path, *, gpus: int, gpus_per_node: int) -> None:
-        self._directory = directory / "traces" if (directory / "traces").is_dir() else directory
-        self._gpus, self._per_node = gpus, gpus_per_node
-        self._applications: dict[str, Application] = {}
-        self._courses: dict[tuple[str, int], PolluxCourse] = {}
-
-    def course(self, name: str, own_batch: int) -> PolluxCourse:
-        """The course of a job of an application with this batch."""
-        known = sorted(path.parent.name for path in self._directory.glob("*/placements.csv"))
+    @cache
+    def course(name: str, own_batch: int) -> PolluxCourse:
+        known = sorted(path.parent.name for path in traces.glob("*/placements.csv"))
         if name not in known:
-            raise ConfigError(f"no tables for {name!r} in {self._directory}: {', '.join(known)}{nearest(name, known)}")
-        application = self._applications.get(name) or Application(self._directory / name, gpus_per_node=self._per_node)
-        self._applications[name] = application
-        low, high = application.batch_sizes[0], application.batch_sizes[-1]
+            raise ConfigError(f"no tables for {name!r} in {traces}: {', '.join(known)}{nearest(name, known)}")
+        low, high = application(name).batch_sizes[[0, -1]]
         if not low <= own_batch <= high:
             raise ConfigError(f"a batch of {own_batch} is outside the tables of {name}: {low:g} to {high:g}")
-        if (name, own_batch) not in self._courses:
-            self._courses[name, own_batch] = PolluxCourse(application, own_batch, gpus=self._gpus)
-        return self._courses[name, own_batch]
+        return PolluxCourse(application(name), own_batch, gpus=gpus)
+
+    return course
 
 
 class Application:

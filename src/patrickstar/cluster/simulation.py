@@ -11,14 +11,13 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from patrickstar.cluster.decision import decide, refusal
-from patrickstar.cluster.job_view import Allocation, Cluster, Ids, JobView, Policy
+from patrickstar.cluster.job_view import Allocation, Cluster, Ids, JobView, Policy, decide, refusal
 from patrickstar.cluster.workload import Submission
 
 Event = dict[str, Any]
@@ -136,14 +135,12 @@ def simulate(
     tick_s: float = 60.0,
     seed: int = 0,
     rest_error: float = 0.0,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Outcome:
     """Outcome of a workload under a policy.
 
     Args:
         tick_s: seconds between two decisions where nothing else happens.
         rest_error: sigma of a log-normal factor, one a job, on what the policy is told to remain.
-        clock: seconds, for how long decisions take.
     Raises:
         PolicyError: a decision gives a GPU twice or to nobody we know, raises, or leaves jobs waiting for ever.
     """
@@ -181,9 +178,9 @@ def simulate(
             if now > job.at:
                 job.advance(now)
         views, number = tuple(job.view() for job in active), len(seconds) + 1
-        began = clock()
+        began = time.perf_counter()
         found, state = decide(policy, views, cluster, now=now, state=state, rng=rng, number=number)
-        seconds.append(clock() - began)
+        seconds.append(time.perf_counter() - began)
         if hasattr(state, "event"):
             events.append({"event": "generation", "t": now, **state.event()})
         events += _carry_out(found, active, cluster, now)

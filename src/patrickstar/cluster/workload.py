@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 from patrickstar.cluster.four_numbers import FourNumbers
-from patrickstar.cluster.profiles import PolluxCourse, Profiles
+from patrickstar.cluster.profiles import PolluxCourse, courses
 from patrickstar.errors import ConfigError, nearest
 
 REQUIRED: Final = ("job", "submit", "gpus", "duration")
@@ -64,16 +64,16 @@ def read_workload(path: Path, *, gpus: int, gpus_per_node: int, profiles: Path |
         raise ConfigError(f"{at} a workload of the Pollux artifact: give its tables by --profiles DIR")
     if len(rows) == 1:
         raise ConfigError(f"{path}: line {line + 1}: no job; give a line for each")
-    tables = Profiles(profiles, gpus=gpus, gpus_per_node=gpus_per_node) if of_pollux and profiles else None
+    course = courses(profiles, gpus=gpus, gpus_per_node=gpus_per_node) if of_pollux and profiles else None
     jobs: list[Submission] = []
     lines: dict[str, int] = {}
     for number, cells in rows[1:]:
         if len(cells) != len(header):
             raise ConfigError(f"{path}: line {number}: {len(cells)} cells under {len(header)} columns")
         row = _Row(path, number, dict(zip(header, map(str.strip, cells), strict=True)), gpus)
-        job = row.of_pollux(tables) if tables else row.job()
+        job = row.of_pollux(course) if course else row.job()
         if (first := lines.setdefault(job.name, number)) != number:
-            raise row.error("name" if tables else "job", f"{job.name!r} is there twice, first in line {first}")
+            raise row.error("name" if course else "job", f"{job.name!r} is there twice, first in line {first}")
         jobs.append(job)
     return tuple(jobs)
 
@@ -149,9 +149,9 @@ class _Row:
         sizes: dict[str, Any] = {"gpus": gpus, "min_gpus": min_gpus, "max_gpus": min(max_gpus, self.cluster_gpus)}
         return Submission(name=self.name("job"), submit=self.number("submit", least=0), **sizes, **of)
 
-    def of_pollux(self, tables: Profiles) -> Submission:
+    def of_pollux(self, find: Callable[[str, int], PolluxCourse]) -> Submission:
         try:
-            course = tables.course(self.cells["application"], int(self.number("batch_size", least=1)))
+            course = find(self.cells["application"], int(self.number("batch_size", least=1)))
         except ConfigError as error:
             raise self.error("application", str(error)) from None
         gpus = self.asked("num_replicas")

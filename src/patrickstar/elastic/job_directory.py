@@ -25,20 +25,10 @@ class JobDirectory:
         self.path = path
 
     @property
-    def log(self) -> Path:
-        """The log: a line of JSON for each event."""
-        return self.path / "log.jsonl"
-
-    @property
     def newest_checkpoint(self) -> Path | None:
         """The newest checkpoint that is complete, if there is one."""
         latest = self.path / "checkpoints" / "latest"
         return latest.parent / latest.read_text().strip() if latest.exists() else None
-
-    def write(self, event: Mapping[str, Any]) -> None:
-        """Adds a line to the log."""
-        with self.log.open("a") as file:
-            file.write(json.dumps(event) + "\n")
 
     def make(self) -> None:
         """Makes the directory. StateError: it is another user's, or a job runs in it."""
@@ -52,16 +42,6 @@ class JobDirectory:
 
     def ask(self, order: Mapping[str, Any]) -> Any:
         """The answer of the job that runs here. StateError: none does, it is another user's, or it has refused."""
-        with self._connection() as connection:
-            connection.sendall(json.dumps(order).encode() + b"\n")
-            with connection.makefile() as lines:
-                answer = json.loads(lines.readline(_MOST_BYTES) or '{"error": "the job has ended"}')
-        if "error" in answer:
-            raise StateError(answer["error"])
-        return answer
-
-    @contextmanager
-    def _connection(self) -> Iterator[socket.socket]:
         with closing(socket.socket(socket.AF_UNIX)) as connection:
             connection.settimeout(_ANSWERS_S)
             try:
@@ -71,7 +51,12 @@ class JobDirectory:
                 raise StateError(f"{self.path} belongs to another user") from None
             except OSError:
                 raise StateError(f"no job runs in {self.path}") from None
-            yield connection
+            connection.sendall(json.dumps(order).encode() + b"\n")
+            with connection.makefile() as lines:
+                answer = json.loads(lines.readline(_MOST_BYTES) or '{"error": "the job has ended"}')
+        if "error" in answer:
+            raise StateError(answer["error"])
+        return answer
 
     @contextmanager
     def taking_orders(self, carry_out: Callable[[Any], Mapping[str, Any]]) -> Iterator[Callable[[float], None]]:

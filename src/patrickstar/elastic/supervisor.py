@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
@@ -35,9 +36,8 @@ from patrickstar.comm.job import (
     write_generation,
 )
 from patrickstar.elastic.job_directory import JobDirectory
-from patrickstar.elastic.node_process import NodeProcess
 from patrickstar.elastic.rank_process import RankProcess
-from patrickstar.elastic.ray_cluster import RayCluster
+from patrickstar.elastic.ray_cluster import NodeProcess, RayCluster
 from patrickstar.errors import ConfigError
 
 _POLL_S: Final = 0.05
@@ -89,21 +89,19 @@ class Supervisor:
     def run(self) -> int:
         """The exit status of the job, when all of its processes have ended."""
         self._directory.make()
-        handled = {
-            number: signal.signal(number, self._on_signal)
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-        }
-        try:
-            with self._directory.taking_orders(self._carry_out) as serve:
-                self._start(self._request.size)
-                while (status := self._looked()) is None:
-                    serve(_POLL_S)
-                return status
-        finally:
-            for process in self._processes.values():
-                process.signal(signal.SIGKILL)
-            for number, handler in handled.items():
-                signal.signal(number, handler)
+        with ExitStack() as end:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+                end.callback(signal.signal, number, signal.signal(number, self._on_signal))
+            end.callback(self._signal_all, signal.SIGKILL)
+            serve = end.enter_context(self._directory.taking_orders(self._carry_out))
+            self._start(self._request.size)
+            while (status := self._looked()) is None:
+                serve(_POLL_S)
+            return status
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for process in self._processes.values():
+            process.signal(number)
 
     # orders
 
@@ -115,8 +113,7 @@ class Supervisor:
         else:
             again, self._ends_with = time.monotonic() > self._ends_at - _ENDS_S + AT_ONCE_S, 128 + number
             self._ends_at = min(self._ends_at, time.monotonic() + _ENDS_S)
-            for process in self._processes.values():
-                process.signal(signal.SIGKILL if again else signal.SIGTERM)
+            self._signal_all(signal.SIGKILL if again else signal.SIGTERM)
 
     def _carry_out(self, order: Any) -> Mapping[str, Any]:
         if order["do"] == "resize":
@@ -205,8 +202,7 @@ class Supervisor:
             failed = next((status for status in self._statuses.values() if status), 0)
             return self._ends_with or (128 - failed if failed < 0 else failed)
         if time.monotonic() > self._ends_at:
-            for process in self._processes.values():
-                process.signal(signal.SIGKILL)
+            self._signal_all(signal.SIGKILL)
         self._follow_program()
         self._dismiss()
         return None
@@ -293,8 +289,7 @@ class Supervisor:
         newest = str(self._directory.newest_checkpoint or "")
         failed = [status for member, status in self._statuses.items() if member in lost and status > 0]
         size = self._request.size if self._request.replaces else len(left)
-        for process in self._processes.values():
-            process.signal(signal.SIGKILL)
+        self._signal_all(signal.SIGKILL)
         if size < self._request.least or self._restarts > _RESTARTS or failed:
             where = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
             _say(f"{why}; {len(left)} of at least {self._request.least} ranks are left; {where}")

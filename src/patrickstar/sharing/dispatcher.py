@@ -12,41 +12,24 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 import numpy as np
 
-from patrickstar.cluster.decision import decide
 from patrickstar.cluster.four_numbers import FourNumbers
-from patrickstar.cluster.job_view import Allocation, Cluster, Ids, Policy
+from patrickstar.cluster.job_view import Allocation, Cluster, Ids, Policy, decide
 from patrickstar.cluster.simulation import DONE, Outcome, SimulatedJob, allocated
 from patrickstar.cluster.workload import Submission
 from patrickstar.errors import ConfigError
+from patrickstar.sharing.elastic_runs import ElasticRuns
 from patrickstar.sharing.jobs_file import SharedJob, read_jobs
-from patrickstar.sharing.live_job import LiveJob, Standing
+from patrickstar.sharing.live_job import LiveJob
 from patrickstar.sharing.sharing_directory import SharingDirectory
 
 POLL_S: Final = 0.25
 TICK_S: Final = 30.0  # between two decisions where nothing else happens
 STOPPED: Final = 143  # the exit status of a job that was told to stop and has saved
 LOST: Final = os.EX_TEMPFAIL  # of one that has lost too many ranks with their nodes, and can go on where there is room
-
-
-class JobRunner(Protocol):
-    """Runs processes of jobs. A resize takes effect after a while, as does a stop: `status` says what is so."""
-
-    @property
-    def gpus(self) -> int:
-        """GPUs that there are now."""
-
-    def start(self, job: SharedJob, gpu_ids: Ids) -> None: ...
-    def resize(self, name: str, gpu_ids: Ids, *, why: str) -> None:
-        """Has a job go on with as many ranks as GPUs: on these, or where it is to have fewer, on which of its own it likes."""
-
-    def stop(self, name: str) -> None: ...
-    def status(self, name: str) -> Standing: ...
-    def close(self) -> None:
-        """Stops all jobs, and waits until they have ended."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -59,7 +42,7 @@ class Dispatcher:
     path: Path
     policy: Policy
     cluster: Cluster
-    executor: JobRunner
+    executor: ElasticRuns
     directory: SharingDirectory
     say: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic

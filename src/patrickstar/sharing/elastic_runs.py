@@ -34,7 +34,9 @@ class _ElasticRun:
 
 
 class ElasticRuns:
-    """The executor. Each rank has as many threads as there are cores for a GPU, at every size: results depend on them.
+    """The executor. A resize takes effect after a while, as does a stop: `status` says what is so.
+
+    Each rank has as many threads as there are cores for a GPU, at every size: results depend on them.
 
     Args:
         path: directory of those of the jobs, and of their output. lock: a descriptor that they are to have, too.
@@ -75,7 +77,10 @@ class ElasticRuns:
         self._runs[job.name] = _ElasticRun(process, JobDirectory(directory), [*gpu_ids], Standing(gpu_ids=gpu_ids))
 
     def resize(self, name: str, gpu_ids: Ids, *, why: str) -> None:
-        """Asks for as many ranks. Those that come take the lowest slots that are free, which have the GPUs that are new."""
+        """Asks for as many ranks as GPUs: on these, or where there are to be fewer, on which of its own the job likes.
+
+        Those that come take the lowest slots that are free, which have the GPUs that are new.
+        """
         run = self._runs[name]
         held = run.standing.gpu_ids
         new = [gpu for gpu in gpu_ids if gpu not in held]

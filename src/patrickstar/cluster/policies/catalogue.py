@@ -11,11 +11,9 @@ from types import MappingProxyType
 from typing import Final
 
 from patrickstar.cluster.job_view import Policy
+from patrickstar.cluster.policies.greedy import optimus, pollux, soonest
 from patrickstar.cluster.policies.ones import ones
-from patrickstar.cluster.policies.optimus import optimus
-from patrickstar.cluster.policies.pollux import pollux
 from patrickstar.cluster.policies.rigid import fifo, las, srtf
-from patrickstar.cluster.policies.soonest import soonest
 from patrickstar.errors import ConfigError, nearest
 
 

@@ -1,13 +1,90 @@
-"""GPUs shared out by gain: each job what it needs at least, then always the step that gains most for a GPU."""
+"""Policies that share out GPUs by gain: each job gets what it needs at least, then always the step that gains most for a GPU."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
+from numpy.random import Generator
 
-from patrickstar.cluster.job_view import Cluster, JobView, Numbers
+from patrickstar.cluster.gpu_ids import place
+from patrickstar.cluster.job_view import Cluster, Decision, Jobs, JobView, Numbers
+
+EXPONENT: Final = -0.5
+
+
+def optimus(jobs: Jobs, cluster: Cluster, now: float, state: Any, rng: Generator) -> Decision:
+    """Allocations that are best step by step for the sum of the seconds that jobs still take; batches stay as they are.
+
+    Source: Peng et al., "Optimus" (EuroSys 2018), section 4.1, with known speeds and a known rest.
+    """
+    sizes = size_grid(jobs, cluster)
+    order = sorted(jobs, key=lambda job: (-job.priority, job.submit))
+    with np.errstate(divide="ignore"):
+        left = {job.name: job.rest / job.speed.own_rates(sizes) for job in order}
+    found = share_out(order, [-left[job.name] for job in order], sizes, cluster.gpus)
+
+    def why(job: JobView, gpus: int) -> str:
+        return f"{left[job.name][sizes.index(gpus)]:.0f} s left on {gpus} GPUs with its own batch"
+
+    return place(order, found, cluster, why=why, own_batch=True), state
+
+
+def pollux(jobs: Jobs, cluster: Cluster, now: float, state: Any, rng: Generator) -> Decision:
+    """Allocations that maximise the harmonic mean of goodputs over those of a fair share, without knowing what remains.
+
+    A job may get twice the GPUs it has run on at most, as nothing is known of it beyond. Where there are more jobs than GPUs, those with
+    the least attained service run. Source: Qiao et al., "Pollux" (OSDI 2021), equation 11 with p = -1. What its genetic search looks for is
+    found greedily here; its penalty for restarts is left out.
+    """
+    sizes = size_grid(jobs, cluster)
+    fair = -(-cluster.gpus // len(jobs))
+    order = sorted(jobs, key=lambda job: (-job.priority, job.attained, job.submit))
+    values = {}
+    for job in order:
+        usual = job.speed.best_rates([min(fair, job.max_gpus)])[0]
+        with np.errstate(divide="ignore"):
+            value = -usual / job.speed.best_rates(sizes)
+        value[np.asarray(sizes) > max(2 * job.largest, job.min_gpus)] = -np.inf
+        values[job.name] = value
+    found = share_out(order, [values[job.name] for job in order], sizes, cluster.gpus)
+
+    def why(job: JobView, gpus: int) -> str:
+        return f"{-1 / values[job.name][sizes.index(gpus)]:.2f} x the goodput of its fair share of {fair}"
+
+    return place(order, found, cluster, why=why), state
+
+
+def soonest(jobs: Jobs, cluster: Cluster, now: float, state: Any, rng: Generator) -> Decision:
+    """Allocations that bring forward ends most, step by step, short jobs before long ones; where there are more jobs than GPUs, the shortest run.
+
+    A greedy on the sum of (expected seconds to the end)^(-1/2), the seconds that a change costs included. The root lies between shortest
+    remaining time first, which would let long jobs wait, and equal speedups, which would let short ones.
+    """
+    sizes = size_grid(jobs, cluster)
+    left = {job.name: seconds_left(job, sizes, cluster) for job in jobs}
+    order = sorted(jobs, key=lambda job: (-job.priority, left[job.name].min(), job.submit))
+    values = [np.where(left[job.name] < np.inf, left[job.name] ** EXPONENT, -np.inf) for job in order]
+    found = share_out(order, values, sizes, cluster.gpus)
+
+    def why(job: JobView, gpus: int) -> str:
+        ends = left[job.name][sizes.index(gpus)]
+        if job.gpu_ids and gpus != len(job.gpu_ids):
+            before = left[job.name][sizes.index(len(job.gpu_ids))]
+            return f"ends in {ends:.0f} s on {gpus} GPUs, in {before:.0f} s on the {len(job.gpu_ids)} that it has"
+        return f"ends in {ends:.0f} s on {gpus} GPUs"
+
+    return place(order, found, cluster, why=why), state
+
+
+def seconds_left(job: JobView, sizes: Sequence[int], cluster: Cluster) -> Numbers:
+    """Seconds until a job ends at each of these sizes, with those that getting there costs; infinite where it cannot run."""
+    with np.errstate(divide="ignore"):
+        left = job.rest / job.speed.best_rates(sizes)
+    cost = cluster.resize_s if job.gpu_ids else cluster.start_s
+    return left + np.where(np.asarray(sizes) == len(job.gpu_ids), 0.0, cost)
 
 
 def size_grid(jobs: Sequence[JobView], cluster: Cluster) -> tuple[int, ...]:

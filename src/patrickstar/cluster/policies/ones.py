@@ -21,24 +21,12 @@ from patrickstar.cluster.job_view import Allocation, Cluster, Decision, Ids, Job
 from patrickstar.cluster.policies.beta_model import BetaModel, features, fit
 from patrickstar.cluster.policies.evolution import Schedules, capped, count, crossover, fill, mutate, reorder, scores
 
+# As the prototype has them.
+POPULATION, MUTATION, SIGMA = 16, 0.3, 1.0
 YOUNG = 2
 """Epochs before a job is predicted, mutated or scaled."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnesOptions:
-    """Constants of the search, as the prototype has them."""
-
-    population: int = 16
-    mutation: float = 0.3
-    most_of_asked: int = 4
-    """A job gets so many times the GPUs asked for before all others have had theirs."""
-    interval: int = 1
-    """Epochs that a running job must finish between two changes of its GPUs."""
-    sigma: float = 1.0
-    redraw: bool = False
-    """The prototype's habit of a new draw of every job's progress at each decision, under which jobs change places all the time."""
-
+MOST_OF_ASKED = 4
+"""A job gets so many times the GPUs asked for before all others have had theirs."""
 
 Line: TypeAlias = tuple[tuple[float, ...], float]
 """Features of a job, and the samples that it had then done or the progress that these turned out to be."""
@@ -73,17 +61,15 @@ class OnesState:
         return {"population": named, "scores": list(self.scores), "limits": dict(self.limits)}
 
 
-def ones(
-    jobs: Jobs, cluster: Cluster, now: float, state: Any, rng: Generator, *, options: OnesOptions = OnesOptions()
-) -> Decision:
+def ones(jobs: Jobs, cluster: Cluster, now: float, state: Any, rng: Generator) -> Decision:
     """Allocations by one generation of the search, and the population that goes on to the next."""
     state = state or OnesState()
     log, model = _learn(jobs, state, rng)
-    seen = {job.name: _look(job, state.seen.get(job.name, Seen()), model, options, rng) for job in jobs}
-    limits, seen = _limits(jobs, state, seen, cluster, options)
+    seen = {job.name: _look(job, state.seen.get(job.name, Seen()), model, rng) for job in jobs}
+    limits, seen = _limits(jobs, state, seen, cluster)
     bounds, young = np.array([*limits.values()]), np.array([job.epochs < YOUNG for job in jobs])
-    kept = capped(_carried_over([*limits], cluster, state, options, rng), bounds)
-    candidates = np.concatenate([kept, crossover(kept, bounds, rng), mutate(kept, young, options.mutation, rng)])
+    kept = capped(_carried_over([*limits], cluster, state, rng), bounds)
+    candidates = np.concatenate([kept, crossover(kept, bounds, rng), mutate(kept, young, MUTATION, rng)])
     rest = [job.samples * (1 / seen[job.name].draw - 1) for job in jobs]
 
     def gpu_seconds(number: int, size: int) -> float:
@@ -93,18 +79,18 @@ def ones(
     least = np.array([job.min_gpus for job in jobs])
     alone = [gpu_seconds(number, job.min_gpus) / job.min_gpus for number, job in enumerate(jobs)]
     shortest = sorted(np.flatnonzero(~young).tolist(), key=lambda number: (alone[number], number))
-    asked = np.minimum(bounds, [options.most_of_asked * job.asked for job in jobs])
+    asked = np.minimum(bounds, [MOST_OF_ASKED * job.asked for job in jobs])
     passes = [(np.flatnonzero(young).tolist(), least), (shortest, asked), (shortest, bounds)]
     counts = fill(count(candidates, len(jobs)), passes, least, cluster.gpus)
     found = scores(counts, gpu_seconds)
-    best = np.argsort(found, kind="stable")[: options.population]
+    best = np.argsort(found, kind="stable")[:POPULATION]
     present = np.full(cluster.gpus, -1)
     for number, job in enumerate(jobs):
         present[list(job.gpu_ids)] = number
     # Scores do not depend on where a job's GPUs are: only those that stay are laid out.
     population = reorder(counts[best], present)
     chosen = {name: tuple(np.flatnonzero(population[0] == number).tolist()) for number, name in enumerate(limits)}
-    wanted = _ready(jobs, chosen, options)
+    wanted = _ready(jobs, chosen)
     changes = any(wanted[job.name] != job.gpu_ids for job in jobs)
     waits = [job.name for job in jobs if changes and job.ran and not job.gpu_ids and not chosen[job.name]]
     allocations = {}
@@ -136,19 +122,19 @@ def _learn(jobs: Jobs, state: OnesState, rng: Generator) -> tuple[tuple[Line, ..
     return log, fit(np.array([line for line, _ in log]), np.array([share for _, share in log]), rng)
 
 
-def _look(job: JobView, seen: Seen, model: BetaModel, options: OnesOptions, rng: Generator) -> Seen:
+def _look(job: JobView, seen: Seen, model: BetaModel, rng: Generator) -> Seen:
     """A job's history with what it has done since."""
     line = features(job)
     new = [(line, job.samples)] * (job.epochs - len(seen.lines))
     seen = replace(seen, lines=(*seen.lines, *new), samples=job.samples)
-    if job.epochs >= YOUNG and (new or options.redraw):
+    if job.epochs >= YOUNG and new:
         drawn = rng.beta(job.epochs, model.beta(np.array([line]))[0])
         seen = replace(seen, draw=float(np.clip(drawn, 1e-3, 1 - 1e-6)))
     return seen
 
 
 def _limits(
-    jobs: Jobs, state: OnesState, seen: Mapping[str, Seen], cluster: Cluster, options: OnesOptions
+    jobs: Jobs, state: OnesState, seen: Mapping[str, Seen], cluster: Cluster
 ) -> tuple[dict[str, int], dict[str, Seen]]:
     """Limits doubled, cut and halved, and histories with when they were scaled."""
     running = [job for job in jobs if job.gpu_ids]
@@ -161,26 +147,24 @@ def _limits(
             limit = min(2 * limit, cluster.gpus, job.max_gpus)
             seen[job.name] = replace(seen[job.name], scaled_at=job.epochs)
         if job is largest and 2 * held >= cluster.gpus and job.ran > usual > 0:
-            limit = min(limit, math.ceil(held / (options.sigma * job.ran / usual + 1)) * 2)
+            limit = min(limit, math.ceil(held / (SIGMA * job.ran / usual + 1)) * 2)
         if job.name in state.passed_over and not held:
             limit //= 2
         limits[job.name] = held if job.pinned and held else max(limit, job.min_gpus)
     return limits, seen
 
 
-def _carried_over(
-    names: Sequence[str], cluster: Cluster, state: OnesState, options: OnesOptions, rng: Generator
-) -> Schedules:
+def _carried_over(names: Sequence[str], cluster: Cluster, state: OnesState, rng: Generator) -> Schedules:
     """The last population without jobs that have ended; at first, jobs in random orders with a GPU each."""
     if len(state.population):
         numbers = {name: number for number, name in enumerate(names)}
         return np.array([*(numbers.get(name, -1) for name in state.limits), -1])[state.population]
-    drawn = np.full((options.population, max(cluster.gpus, len(names))), -1)
+    drawn = np.full((POPULATION, max(cluster.gpus, len(names))), -1)
     drawn[:, : len(names)] = [rng.permutation(len(names)) for _ in drawn]
     return drawn[:, : cluster.gpus]
 
 
-def _ready(jobs: Jobs, chosen: Mapping[str, Ids], options: OnesOptions) -> dict[str, Ids]:
+def _ready(jobs: Jobs, chosen: Mapping[str, Ids]) -> dict[str, Ids]:
     """GPUs by job of as much of a schedule as may be put in place now.
 
     A change that needs free GPUs only is made at once. Any other waits until all running jobs that it touches, and those that these wait
@@ -190,7 +174,7 @@ def _ready(jobs: Jobs, chosen: Mapping[str, Ids], options: OnesOptions) -> dict[
     waits = set()
     for job in jobs:
         held, new = set(job.gpu_ids), set(wanted[job.name])
-        if held and (job.pinned or job.epochs - job.epochs_at_change < options.interval):
+        if held and (job.pinned or job.epochs <= job.epochs_at_change):
             waits |= set() if held <= new and busy.isdisjoint(new - held) else {job.name}
     more = waits
     while more:
