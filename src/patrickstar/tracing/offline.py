@@ -33,8 +33,7 @@ from patrickstar.plan.fit import minimum_bytes
 from patrickstar.plan.make import garbage_waits
 from patrickstar.plan.touches import Touches
 from patrickstar.torch_private import Plain, Undispatched, saves_on_cpu, top_saved_tensors_hooks
-from patrickstar.tracing.caches import CacheAt, cache_tensors
-from patrickstar.tracing.inputs import cast_inputs
+from patrickstar.tracing.inputs import CacheAt, cache_tensors, cast_inputs
 from patrickstar.tracing.side_effects import CopiedFunctions, HooklessTensors, drop_hooks, no_side_effects
 from patrickstar.tracing.trial_operations import TrialOperations
 from patrickstar.tracing.trial_values import Endless
