@@ -55,7 +55,6 @@ def main() -> int:
         make_touches=lambda: Touches(
             layout, gradients=GradientUse.CHUNK, updates=named.__contains__, formats=formats, counts=UseCounts()
         ),
-        gradients=GradientUse.CHUNK,
     )
     blocks = [place.path for place in places_in(model, names_by_id(named))]
     tokens = torch.zeros(1, arguments.tokens, dtype=torch.long)

@@ -9,7 +9,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import FrameType, MethodType
 from typing import Any, Final, Protocol
@@ -17,7 +16,6 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils.hooks import RemovableHandle
 
 from patrickstar.torch_private import is_compiling, uncompiled
 
@@ -44,16 +42,16 @@ class ModuleCalls(Protocol):
 
 
 class Watched:
-    """Hooks that can be removed."""
+    """Hooks that can be removed, each by a call."""
 
-    def __init__(self, handles: Iterable[RemovableHandle | _ClassHandle]) -> None:
-        self._handles = list(handles)
+    def __init__(self, *removals: Callable[[], object]) -> None:
+        self._removals = list(removals)
 
     def remove(self) -> None:
         """Takes the hooks off again."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for remove in self._removals:
+            remove()
+        self._removals.clear()
 
 
 class _Hook:
@@ -105,10 +103,8 @@ def watch_root(model: nn.Module, events: ModuleEvents, *, in_copies: bool = Fals
     if not in_copies:
         before, after = _Hook(before), _Hook(after)
     return Watched(
-        (
-            model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-            model.register_forward_hook(after, always_call=True),
-        )
+        model.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove,
+        model.register_forward_hook(after, always_call=True).remove,
     )
 
 
@@ -118,7 +114,7 @@ def watch_calls(modules: Iterable[nn.Module], calls: ModuleCalls, method: str) -
     `method`: "forward", inside of the modules' hooks, or "_call_impl", around them.
     """
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
-    handles: list[_ClassHandle] = []
+    removals: list[Callable[[], object]] = []
     for module in modules:
         kind = type(module)
         if method in vars(module):  # a twin's, whose call it is
@@ -128,19 +124,8 @@ def watch_calls(modules: Iterable[nn.Module], calls: ModuleCalls, method: str) -
             kinds[kind] = _telling(kind, weakref.ref(calls), method)  # weak, as a class is freed late
         # torch's compiled modules pass attributes on to what they wrap.
         object.__setattr__(module, "__class__", kinds[kind])
-        handles.append(_ClassHandle(module, kind))
-    return Watched(handles)
-
-
-@dataclass
-class _ClassHandle:
-    """A module's own class, which `remove` gives back to it."""
-
-    module: nn.Module
-    kind: type[nn.Module]
-
-    def remove(self) -> None:
-        object.__setattr__(self.module, "__class__", self.kind)
+        removals.append(partial(object.__setattr__, module, "__class__", kind))
+    return Watched(*removals)
 
 
 def _told(
@@ -202,7 +187,7 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
 
 def watch_parameters(registered: Callable[[nn.Module, str, nn.Parameter], None]) -> Watched:
     """Tells of every parameter that any module registers, by module and name, just before."""
-    return Watched((register_module_parameter_registration_hook(registered),))
+    return Watched(register_module_parameter_registration_hook(registered).remove)
 
 
 def watch_arguments(
@@ -212,8 +197,6 @@ def watch_arguments(
 ) -> Watched:
     """Shows each call of a model with its arguments, and then with its output. Both may raise, and change nothing."""
     return Watched(
-        (
-            model.register_forward_pre_hook(_Hook(before), with_kwargs=True),
-            model.register_forward_hook(_Hook(after), with_kwargs=True),
-        )
+        model.register_forward_pre_hook(_Hook(before), with_kwargs=True).remove,
+        model.register_forward_hook(_Hook(after), with_kwargs=True).remove,
     )

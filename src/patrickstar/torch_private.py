@@ -61,7 +61,6 @@ top_saved_tensors_hooks: Callable[[], SavedTensorsHooks | None] = partial(
 )
 """Gives the (pack, unpack) pair that autograd would call now, or None. Only the topmost pair is ever called. Asked at every use."""
 
-
 are_saved_tensors_hooks_allowed: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 """Tells whether hooks may be pushed; not within `torch.autograd.graph.disable_saved_tensors_hooks`."""
 
@@ -82,13 +81,11 @@ backward_id = torch._C._current_graph_task_id
 is_profiled = torch._C._autograd._profiler_enabled
 """Tells whether a profiler is on."""
 
-
 overrides_are_on: Callable[[], bool] = torch._C._is_torch_function_enabled
 """Tells whether the classes of tensors are asked (`__torch_function__`)."""
 
 transform_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 """Gives the number of the innermost transform of `torch.func` that runs on this thread; None outside of any. Asked at every use."""
-
 
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Gives the number of the next node of autograd's graph that this thread makes: nodes that are made later have no smaller one."""

@@ -33,7 +33,7 @@ BINDING: tuple[Mutant, ...] = (
         never("STRIDED"), f"{REPORTS}::test_an_offset_of_storage_counts_from_the_start_of_the_parameter[by name]"
     ),
     Fault("an-inputs-class-is-lost-where-it-meets-a-parameter", "parameters.binding:Binding._use").by(
-        drop("if foreign and not others: ..."),
+        drop("if foreign and not found.others: ..."),
         f"{REPORTS}::test_what_is_computed_of_an_input_of_a_class_is_of_that_class[False]",
     ),
     Fault("checkpointing-does-not-count-weights", "parameters.saved:SavedTensors.around_use.pack").by(

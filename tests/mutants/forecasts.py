@@ -145,7 +145,7 @@ FORECASTS: tuple[Mutant, ...] = (
     Fault("conjugates-are-plain", "tracing.trial_operations:_is_plain").by(
         without("tensor.is_conj()"), f"{AGAIN}::test_a_conjugate_is_one_each_time"
     ),
-    Fault("a-cache-is-planned-for-as-it-is-now", "tracing.caches:bounded").by(
+    Fault("a-cache-is-planned-for-as-it-is-now", "tracing.inputs:bounded").by(
         replace("sorted(...)", "[past]"),
         f"{GENERATE}::test_a_step_is_neither_traced_nor_planned_anew_and_fetches_a_block_that_moves_once",
     ),
@@ -155,7 +155,7 @@ FORECASTS: tuple[Mutant, ...] = (
     Fault("what-is-in-a-cache-is-not-metered", "step.stretches:Stretches._begin").by(
         drop("note"), f"{GENERATE}::test_what_is_foreseen_at_the_bound_is_what_a_forward_takes_there[Llama]"
     ),
-    Fault("a-window-has-the-memory-of-all-that-has-passed", "tracing.caches:CacheAt.copied").by(
+    Fault("a-window-has-the-memory-of-all-that-has-passed", "tracing.inputs:CacheAt.copied").by(
         replace("(more - 1, 1)", "(more,)"),
         f"{GENERATE}::test_what_is_foreseen_at_the_bound_is_what_a_forward_takes_there[windows]",
     ),

@@ -125,7 +125,8 @@ WHOLE: tuple[Mutant, ...] = (
         "a-placeholder-stays-when-the-backward-has-ended", "step.training_in_backward:InBackwardTraining._backward_ends"
     ).by(drop("give_back"), f"{IN_BACKWARD}::test_after_the_backward_parameters_are_ordinary_ones_again"),
     Fault("a-change-by-hand-leaves-the-master-of-16-bits", "parameters.changes:Changes.carry_changed").by(
-        drop("carry"), f"{LINE}[deferred-train hold(4) train held(4) held(4)*=2 evaluate free evaluate-bf16-unbounded]"
+        drop("to_master"),
+        f"{LINE}[deferred-train hold(4) train held(4) held(4)*=2 evaluate free evaluate-bf16-unbounded]",
     ),
     Fault("an-update-is-taken-for-a-change-by-hand", "parameters.changes:Changes.renew").by(
         drop("copy_"), f"{LINE}[deferred-train(4) planned(4)-bf16-unbounded]"

@@ -10,14 +10,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from patrickstar.core.formats import FP32, SessionFormats
 from patrickstar.core.layout import Layout, TensorSpec, build_layout
-from patrickstar.core.planes import PlaneRef
+from patrickstar.core.planes import GradientUse, PlaneRef
 from patrickstar.core.trace import Touch
 from patrickstar.deferred.deferred_init import deferred_by
 from patrickstar.memory.leases import AssembledKey, CopyKey, Leases
 from patrickstar.parameters.binding import Binding
-from patrickstar.parameters.owner import Owner
-from patrickstar.plan.touches import UseCounts
+from patrickstar.parameters.bound import Owner
+from patrickstar.plan.touches import Touches, UseCounts
 from patrickstar.torch_private import Plain
 
 
@@ -42,12 +43,12 @@ class ToyOwner(Owner):
         self.resident: dict[PlaneRef, int] = {}
         self.last_used: dict[PlaneRef, int] = {}
         self.dirty: set[PlaneRef] = set()
-        self.last_given = -1
-        self.fetches = self.clock = 0
+        self.last_given, self.fetches, self.clock = -1, 0, 0
         self.gradients: dict[str, Tensor] = {}
         self.firings: Counter[str] = Counter()
         self.escapes: list[PlaneRef] = []
-        self.binding = Binding(named, self.layout, self, leases=Leases(self.wrap), counts=UseCounts())
+        touches = Touches(self.layout, GradientUse.CHUNK, named.__contains__, SessionFormats(FP32), UseCounts())
+        self.binding = Binding(named, self, leases=Leases(self.wrap), touches=touches)
         self.homes = {PlaneRef(run.head, "weight"): torch.zeros(self.slot_numel) for run in self.layout.runs}
         for bound in self.binding:
             bound.over(self.homes[bound.ref]).copy_(bound.parameter.data)
@@ -57,9 +58,6 @@ class ToyOwner(Owner):
         return torch.frombuffer(
             self.memory, dtype=torch.float32, count=self.slot_numel, offset=index * self.slot_numel * 4
         )
-
-    def unpack(self, label: str, touches: Sequence[Touch]) -> None:
-        self.use(label, touches)
 
     def use(self, label: str, touches: Sequence[Touch]) -> None:
         refs = [touch.ref for touch in touches]
@@ -79,6 +77,8 @@ class ToyOwner(Owner):
             self.slot(index).copy_(self.homes[ref])
             self.resident[ref] = index
             self.fetches += 1
+
+    unpack = use
 
     def evict(self, ref: PlaneRef) -> None:
         index = self.resident.pop(ref)

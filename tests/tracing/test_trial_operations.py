@@ -176,7 +176,6 @@ def traced(case: Case, *, in_blocks: bool) -> Trace:
     tracer = OfflineTracer(
         layout=layout,
         make_touches=lambda: Touches(layout, gradients=GradientUse.CHUNK, counts=UseCounts(), **touches),
-        gradients=GradientUse.CHUNK,
         **more,
     )
     places = places_in(model, names_by_id(named)) if in_blocks else ()

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from patrickstar.deferred.recording import DeferredRecorder, unrecordable
 from patrickstar.errors import StateError
@@ -45,7 +45,7 @@ def deferred_init() -> Iterator[None]:
 
     watched = watch_parameters(registered)
     try:
-        with _Functions(recorder), _Operations(recorder):
+        with _Functions(recorder), recorder:
             yield
     finally:
         watched.remove()
@@ -54,7 +54,7 @@ def deferred_init() -> Iterator[None]:
 
 def is_building() -> bool:
     """Tells whether this thread is inside of a `deferred_init()`."""
-    return any(isinstance(mode, _Operations) for mode in _get_current_dispatch_mode_stack())
+    return any(isinstance(mode, DeferredRecorder) for mode in _get_current_dispatch_mode_stack())
 
 
 def deferred_by(parameter: Tensor) -> DeferredRecorder | None:
@@ -72,17 +72,6 @@ def present_and_absent_bytes(parameters: Iterable[Tensor]) -> tuple[int, int]:
         else:
             absent += parameter.nbytes
     return present, absent
-
-
-class _Operations(TorchDispatchMode):
-    """Sees every operation on tensors."""
-
-    def __init__(self, recorder: DeferredRecorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        return self._recorder.operation(func, args, kwargs or {})
 
 
 class _Functions(TorchFunctionMode):

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 
-from patrickstar.deferred.operations import is_plain
+from patrickstar.core.strides import dense_strides
 from patrickstar.memory.mapping import reserve
 from patrickstar.units import KIB
 
@@ -117,6 +118,21 @@ class Storages:
     def keep_deferred(self) -> None:
         """Forgets what has memory of its own."""
         self._cells = {key: one for key, one in self._cells.items() if one[1].deferred and not one[0].expired()}
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Tells whether a tensor has elements in a storage in memory."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not isinstance(tensor, FakeTensor)
+        and not torch.nn.parameter.is_lazy(tensor)
+    )
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Tells whether a tensor's elements lie without gaps or overlaps."""
+    return dense_strides(tensor.shape, tensor.stride()) == tensor.stride()
 
 
 def operand(tensor: Tensor, cell: Cell, after: Call | None) -> Operand:

@@ -13,21 +13,20 @@ Note [Deferred]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from patrickstar.deferred import recipe
-from patrickstar.deferred.operations import OperationSignature, is_dense, is_plain
-from patrickstar.deferred.recipe import Call, Cell, Storages, operand, over, room
+from patrickstar.deferred.recipe import Call, Cell, Storages, is_dense, is_plain, operand, over, room
 from patrickstar.errors import LayoutError, StateError
 from patrickstar.memory.allocator import release_free_memory
-from patrickstar.parameters.functions import NEEDS_NO_DATA, SHAPE_ONLY, accessor
+from patrickstar.parameters.functions import NEEDS_NO_DATA, SHAPE_ONLY, accessor, written_by
 from patrickstar.torch_private import Plain, Unseen
 from patrickstar.units import KIB, MIB, format_bytes
 
@@ -36,6 +35,11 @@ _RELEASE_BYTES = 32 * MIB
 _COPY = "a copy of a parameter"
 _ELSEWHERE = "values that torch's operations have not made (NumPy, a file)"
 Known = Mapping[int, Cell]
+_DRAWS = ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")
+_OVERWRITES = frozenset(f"{name}_" for name in (*_DRAWS, "copy", "fill", "zero"))
+_LIKE = frozenset(f"{name}_like" for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros"))
+_SHAPE_ONLY = _LIKE | {f"new_{name}" for name in ("empty", "empty_strided", "full", "ones", "zeros")}
+_COPIES = frozenset({"clone", "_to_copy"})
 _ALLOWED = (
     NEEDS_NO_DATA
     | SHAPE_ONLY
@@ -52,11 +56,39 @@ def unrecordable(label: str, why: str) -> LayoutError:
     )
 
 
-class DeferredRecorder:
+class OperationSignature:
+    """An operation's effects on the tensors that it is given, by its schema and its name.
+
+    Attributes:
+        is_view: gives tensors over the storages that it is given, and writes to none. draws: random numbers.
+        shape_only: of tensors that it is given it looks at shape and type. copies: gives the same values, cast at most.
+        overwrites: what it writes to, it writes whole, whatever was there.
+    """
+
+    def __init__(self, func: Any) -> None:
+        arguments = func._schema.arguments
+        aliases = [argument.alias_info for argument in arguments if argument.alias_info is not None]
+
+        self.func = func
+        self.name: str = func.overloadpacket.__name__
+        # `t_()` and the like change what the tensor is, and not what is in its storage.
+        self.is_view = (bool(aliases) and not any(alias.is_write for alias in aliases)) or (
+            torch.Tag.inplace_view in func.tags
+        )
+        self.draws = torch.Tag.nondeterministic_seeded in func.tags
+        self.shape_only = self.name in _SHAPE_ONLY
+        self.copies = self.name in _COPIES
+        self.overwrites = self.name in _OVERWRITES or any(
+            argument.name == "out" and argument.alias_info is not None for argument in arguments
+        )
+
+
+class DeferredRecorder(TorchDispatchMode):
     """A recorder of what happens to tensors during one `deferred_init()`, and afterwards the source of its parameters' values."""
 
     def __init__(self) -> None:
-        self._parameter_class, self._alias_class = deferred_classes(self, self.label)
+        super().__init__()
+        self._parameter_class, self._alias_class = deferred_classes(self)
         self._storages = Storages()
         self._number = 0
         self._freed_bytes = 0
@@ -158,8 +190,8 @@ class DeferredRecorder:
 
     # operations
 
-    def operation(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Carries out one operation of torch, or writes it down."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
         with _apart():
             signature = OperationSignature(func)
             if signature.is_view:
@@ -170,7 +202,7 @@ class DeferredRecorder:
             leaves, spec = _pytree.tree_flatten((args, dict(kwargs)))
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             known = {id(tensor): cell for tensor in tensors if (cell := self._storages.cell(tensor)) is not None}
-            written = signature.written(args, kwargs)
+            written = written_by(func, args, kwargs)
             whole = signature.overwrites and _covers(written, known)
             call = self._call(signature, leaves, spec, known, blank=written if whole else [])
             changed = {id(known[id(tensor)]): known[id(tensor)] for tensor in written if id(tensor) in known}
@@ -304,8 +336,8 @@ def _apart() -> Iterator[None]:
         yield
 
 
-def deferred_classes(recorder: object, label: Callable[[Tensor], str]) -> tuple[type[Any], type[Any]]:
-    """Classes for the parameters of one recorder, and for views of them, which let nobody read what is not there. `label`: names them in messages."""
+def deferred_classes(recorder: DeferredRecorder) -> tuple[type[Any], type[Any]]:
+    """Classes for the parameters of one recorder, and for views of them, which let nobody read what is not there."""
 
     class Deferred:
         __slots__ = ()
@@ -316,7 +348,7 @@ def deferred_classes(recorder: object, label: Callable[[Tensor], str]) -> tuple[
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func not in _ALLOWED:
                 ours: Any = next(leaf for leaf in _pytree.tree_leaves((args, kwargs)) if type(leaf) is cls)
-                raise _has_no_values(label(ours), getattr(func, "__name__", str(func)))
+                raise _has_no_values(recorder.label(ours), getattr(func, "__name__", str(func)))
             with Plain():
                 return func(*args, **(kwargs or {}))
 
@@ -325,7 +357,7 @@ def deferred_classes(recorder: object, label: Callable[[Tensor], str]) -> tuple[
                 return f"{self._kind} of shape {tuple(self.shape)}, {self.dtype}, without values until manage()"
 
         def __reduce_ex__(self: Any, protocol: Any) -> Any:
-            raise _has_no_values(label(self), "pickle")
+            raise _has_no_values(recorder.label(self), "pickle")
 
     class DeferredParameter(Deferred, nn.Parameter):  # type: ignore[misc]
         """A parameter whose values are made when it is managed."""
@@ -333,7 +365,7 @@ def deferred_classes(recorder: object, label: Callable[[Tensor], str]) -> tuple[
         _kind = "Parameter"
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-            raise _has_no_values(label(self), "copy.deepcopy")
+            raise _has_no_values(recorder.label(self), "copy.deepcopy")
 
     class DeferredAlias(Deferred, Tensor):  # type: ignore[misc]
         """A view of a deferred parameter, its `.data`, `detach()`."""

@@ -62,26 +62,17 @@ def title(key: AssembledKey) -> str:
 
 
 class AssembledTensors:
-    """The assembled tensors of one binding.
-
-    Args:
-        access: has owner, leases and lock. assembled_class: the class of these tensors. device: where they are.
-
-    Attributes:
-        tensors: by key, of what is kept and was asked for.
-    """
+    """The assembled tensors of one binding. `tensors`: by key, of what is kept and was asked for."""
 
     def __init__(self, access: WeightAccess, assembled_class: type[Tensor], *, device: torch.device | None) -> None:
         self._device = device
-        self._owner = access.owner
-        self._leases = access.leases
-        self._lock = access.lock
+        self._owner, self._leases, self._lock = access.owner, access.leases, access.lock
         self._class = assembled_class
 
         # One for all: on a device a number takes 512 bytes.
         self._nan = cache(partial(placeholder, device=device))
         self.tensors: dict[AssembledKey, Tensor] = {}
-        self._known: dict[int, tuple[weakref.ref[Tensor], AssembledRecord]] = {}
+        self._known: dict[int, AssembledRecord] = {}
 
     def tensor(self, key: AssembledKey, shape_only: Tensor) -> Tensor:
         """The tensor that stands for what is kept: one until that is let go. `shape_only`: a meta tensor of its shape, strides and type."""
@@ -91,14 +82,12 @@ class AssembledTensors:
 
     def gone(self, key: AssembledKey, shape_only: Tensor, why: str) -> Tensor:
         """A tensor that stands for what was let go: there is one, and each use of it is refused. `why`: for that."""
-        tensor = self._made(key, shape_only)
-        self._known[id(tensor)][1].source.gone = why
-        return tensor
+        return self._made(key, shape_only, why)
 
-    def _made(self, key: AssembledKey, shape_only: Tensor) -> Tensor:
+    def _made(self, key: AssembledKey, shape_only: Tensor, gone: str = "") -> Tensor:
         expect_no_transform(f"a use of {title(key)}")
         with torch.inference_mode(False):
-            source = AssembledValue(key, shape_only, self._nan(shape_only.dtype).expand(shape_only.shape))
+            source = AssembledValue(key, shape_only, self._nan(shape_only.dtype).expand(shape_only.shape), gone)
             made = torch.empty(0, dtype=shape_only.dtype, device=self._device)
             made.data = source.standin  # not made of it: all would have one version counter
         return self._dress(made, source)
@@ -107,12 +96,12 @@ class AssembledTensors:
         number, known = id(tensor), self._known
         reference = weakref.ref(tensor, lambda _: known.pop(number, None))
         tensor.__class__ = self._class
-        known[number] = reference, AssembledRecord(reference, source)  # type: ignore[arg-type]  # asked for through the tensor itself, so alive
+        known[number] = AssembledRecord(reference, source)  # type: ignore[arg-type]  # asked for through the tensor itself, so alive
         return tensor
 
     def of(self, tensor: object) -> AssembledRecord | None:
         """The record of an assembled tensor; None for any other object."""
-        return self._known[id(tensor)][1] if type(tensor) is self._class else None
+        return self._known[id(tensor)] if type(tensor) is self._class else None
 
     def answer(
         self, func: Callable[..., Any], of: AssembledRecord, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -161,10 +150,8 @@ class AssembledTensors:
 
     @contextmanager
     def using(self, records: Sequence[AssembledRecord], func: Callable[..., Any], first: object) -> Iterator[None]:
-        """Gives tensors their bytes, all at once, and takes these away again; tensors that were changed are written back.
+        """Gives tensors their bytes, all at once, and takes these away again; those that `func`, with `first`, has changed are written back.
 
-        Args:
-            func, first: what is called, and its first argument.
         Raises:
             BudgetError: the bytes do not fit. StateError: a tensor has nothing to show any more.
         """
@@ -221,7 +208,7 @@ class AssembledTensors:
         """Lets a tensor go whose gradient or state is let go. `why`: for the error of a later use."""
         tensor = self.tensors.pop(key, None)
         if tensor is not None:
-            self._known[id(tensor)][1].source.gone = why
+            self._known[id(tensor)].source.gone = why
             self._leases.disown(key)
 
     def release(self) -> None:

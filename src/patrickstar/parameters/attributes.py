@@ -27,17 +27,10 @@ from patrickstar.torch_private import Plain, backward_id, is_being_compiled
 
 
 def managed_classes(
-    binding: object,
-    parameter: type[Tensor],
-    alias: type[Tensor],
-    *,
-    handle: Callable[..., Any],
-    ordinary: Callable[[Tensor], nn.Parameter],
+    binding: Any, parameter: type[Tensor], alias: type[Tensor]
 ) -> tuple[type[Any], type[Tensor], type[Tensor], type[Tensor]]:
-    """The classes of parameters, views of slots, detached aliases of parameters, and assembled tensors: subclasses of these two.
-
-    `handle`, `ordinary`: as `Binding` has them.
-    """
+    """A binding's classes of parameters, views of slots, detached aliases of parameters, and assembled tensors: subclasses of these two."""
+    handle = binding.handle
 
     class Managed:
         __slots__ = ()
@@ -64,7 +57,8 @@ def managed_classes(
         """A parameter whose bytes belong to a session. See Note [Binding]."""
 
         def _ordinary(self) -> nn.Parameter:
-            return ordinary(self)
+            ordinary: nn.Parameter = binding.ordinary(self)
+            return ordinary
 
     class Alias(Managed, alias):  # type: ignore[misc,valid-type]
         """A view of a slot that a use has returned. See Note [Binding]."""
@@ -195,11 +189,11 @@ class Attributes:
             self.access.leave([bound])
 
     def _set_requires_grad(self, bound: BoundParameter, value: bool = True) -> Tensor:
-        tensor, parameter = bound.tensor(), self.access.records[bound.name].tensor()
-        if value and not tensor.requires_grad and tensor is parameter:
+        tensor = bound.tensor()
+        if value and not tensor.requires_grad and not bound.is_detached:
             self.access.owner.thawed(bound.name)
         tensor.requires_grad = value
-        if tensor is parameter:
+        if not bound.is_detached:
             self.gradients.watch(bound)
             for tile in bound.tiles:
                 tile.parameter.requires_grad = value
@@ -208,20 +202,16 @@ class Attributes:
 
 
 class DetachedAliases:
-    """The living stand-ins of a session for the same bytes as a parameter that are not the parameter. See Note [Binding].
-
-    Args:
-        detached_class: the class of these aliases.
-    """
+    """The living stand-ins of a session for the same bytes as a parameter that are not the parameter. See Note [Binding]."""
 
     def __init__(self, detached_class: type[Tensor]) -> None:
         self._class = detached_class
-        self._known: dict[int, tuple[weakref.ref[Tensor], BoundParameter]] = {}
+        self._known: dict[int, BoundParameter] = {}
         self._leases: dict[int, Tensor] = {}
 
     def of(self, tensor: object) -> BoundParameter | None:
         """The record of a detached alias; None for any other object."""
-        return self._known[id(tensor)][1] if type(tensor) is self._class else None
+        return self._known[id(tensor)] if type(tensor) is self._class else None
 
     def make(self, bound: BoundParameter, alias: Tensor) -> Tensor:
         """Turns a tensor that torch made of a stand-in, with the version counter that it has, into a stand-in of its own."""
@@ -229,7 +219,7 @@ class DetachedAliases:
         reference = weakref.ref(alias, lambda _: (known.pop(key, None), leases.pop(key, None)))
         alias.__class__ = self._class
         living = cast("Callable[[], Tensor]", reference)  # asked for only through the alias itself, so alive
-        known[key] = reference, replace(bound, tensor=living, alive=None, is_detached=True, tiles=())
+        known[key] = replace(bound, tensor=living, alive=None, is_detached=True, tiles=())
         return alias
 
     def hold(self, alias: Tensor, leased: Tensor) -> None:
@@ -238,22 +228,25 @@ class DetachedAliases:
 
     def part(self, name: str, values: Callable[[], Tensor]) -> None:
         """Turns the aliases of a parameter into ordinary tensors with its values: it is about to get others."""
-        found = [reference() for reference, bound in list(self._known.values()) if bound.name == name]
-        kept = values() if found else None
+        found = [alias for alias, bound in self._living() if bound.name == name]
+        if not found:
+            return
+        kept = values()
         for alias in found:
-            if alias is not None and kept is not None:
-                del self._known[id(alias)]
-                self._leases.pop(id(alias), None)
-                alias.__class__ = Tensor
-                alias.data = kept
+            del self._known[id(alias)]
+            self._leases.pop(id(alias), None)
+            alias.__class__ = Tensor
+            alias.data = kept
+
+    def _living(self) -> list[tuple[Tensor, BoundParameter]]:
+        found = [(bound.tensor(), bound) for bound in list(self._known.values())]
+        return [(alias, bound) for alias, bound in found if alias is not None]
 
     def release(self, by_name: Mapping[str, BoundParameter]) -> None:
         """Turns the aliases into ordinary tensors over what their parameters are now."""
-        for reference, bound in list(self._known.values()):
-            tensor = reference()
-            if tensor is not None:
-                tensor.__class__ = Tensor
-                tensor.data = by_name[bound.name].parameter.data
+        for alias, bound in self._living():
+            alias.__class__ = Tensor
+            alias.data = by_name[bound.name].parameter.data
         self._known.clear()
         self._leases.clear()
 

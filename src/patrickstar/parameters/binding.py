@@ -23,7 +23,7 @@ Note [Whole]
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -32,32 +32,22 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
 
-from patrickstar.core.layout import Layout
 from patrickstar.core.planes import GradientUse
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey, Leases
+from patrickstar.parameters import functions
 from patrickstar.parameters.assembled import AssembledRecord, AssembledTensors, no_memory
 from patrickstar.parameters.attributes import Attributes, DetachedAliases, managed_classes
-from patrickstar.parameters.bound import BoundParameter, make_records, names_by_id
+from patrickstar.parameters.bound import BoundParameter, Owner, make_records, names_by_id
 from patrickstar.parameters.changes import NOT_COUNTED, Changes, WatchedUse
-from patrickstar.parameters.functions import (
-    SCATTERS,
-    STRIDED,
-    Effects,
-    counted,
-    effects_of,
-    from_offset,
-    is_of_several,
-    one_by_one,
-)
+from patrickstar.parameters.functions import Args, Effects, Function, Kwargs
 from patrickstar.parameters.gradient_access import GradientAccess
-from patrickstar.parameters.owner import Owner, Rewriting
 from patrickstar.parameters.saved import SavedTensors
 from patrickstar.parameters.tiles import NOT_ONE_TENSOR, TILED, tile_by_tile
 from patrickstar.parameters.transforms import expect_no_transform
 from patrickstar.parameters.weight_access import WeightAccess
 from patrickstar.parameters.whole_parameters import WholeParameters
-from patrickstar.plan.touches import UseCounts
+from patrickstar.plan.touches import Touches
 from patrickstar.torch_private import Plain, transform_level
 
 
@@ -81,10 +71,10 @@ class Binding:
 
     Args:
         named: the parameters by name, each once, in layout order.
-        owner: who owns the bytes. leases: of the slots in use. counts: of uses, which are counted.
+        owner: who owns the bytes. leases: of the slots in use. touches: what events touch, by uses, which are counted.
         dtypes: what parameters are of while they are managed, by name; fp32 where it says nothing.
-        copied: the parameters whose uses see a copy (Note [Copies] in `memory/leases.py`). gradients: where gradients go.
-        device: where parameters are used; None: where they are now. rewriting: who keeps more of parameters than they show, if anybody does.
+        copied: the parameters whose uses see a copy (Note [Copies] in `memory/leases.py`).
+        device: where parameters are used; None: where they are now. to_master: as `Changes` has it.
         strides: of parameters that have no bytes now, by name.
 
     Attributes:
@@ -99,17 +89,15 @@ class Binding:
     def __init__(
         self,
         named: Mapping[str, nn.Parameter],
-        layout: Layout,
         owner: Owner,
         *,
         leases: Leases,
-        counts: UseCounts,
+        touches: Touches,
         dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
         copied: Collection[str] = (),
-        gradients: GradientUse = GradientUse.CHUNK,
         device: torch.device | None = None,
         whole: bool = False,
-        rewriting: Rewriting | None = None,
+        to_master: Callable[[BoundParameter, Tensor | None], None] | None = None,
         strides: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         self.owner = owner
@@ -117,23 +105,26 @@ class Binding:
         self.device = device
         self.kept_bytes: Callable[[], int] = int  # of gradients that wait for those of other ranks
         self.leases = leases
-        self.records = make_records(named, layout, dtypes=dtypes, copied=copied, device=device, strides=strides)
+        self.records = make_records(named, touches.layout, dtypes=dtypes, copied=copied, device=device, strides=strides)
         self.by_name = {name: self.records[name] for name in named}
         self.names = names_by_id(named)
         by_id = {id(bound.parameter): bound for bound in self.records.values()}
         self._bound = {} if whole else by_id.copy()
         self._in_tiles = {key: bound for key, bound in self._bound.items() if bound.tiles}
-        self._effects: dict[Callable[..., Any], Effects] = {}
+        self._effects_of = cache(functions.effects_of)
 
         # Fake tensors are a class of their own, and what stands for them must be a subclass of it.
         base = next((FakeTensor for parameter in named.values() if isinstance(parameter, FakeTensor)), Tensor)
         self.plain_class: type[Any] = nn.Parameter if base is Tensor else base
-        classes = managed_classes(self, self.plain_class, base, handle=self.handle, ordinary=self.ordinary)
+        classes = managed_classes(self, self.plain_class, base)
         self.parameter_class, self._alias_class, self._detached_class, self._assembled_class = classes
-        self.access = WeightAccess(self.records, owner, leases, counts, alias_class=self._alias_class, base=base)
+        self.access = WeightAccess(
+            self.records, owner, leases, touches.counts, alias_class=self._alias_class, base=base
+        )
         self.assembled = AssembledTensors(self.access, self._assembled_class, device=device)
-        self.changes = Changes(self.access, self.assembled, self._owners_of, rewriting)
-        self.gradients = GradientAccess(self.access, self.assembled, gradients, by_id, narrow=rewriting is not None)
+        self.changes = Changes(self.access, self.assembled, self._owners_of, touches, to_master)
+        widen = touches.gradients is GradientUse.CHUNK and to_master is not None  # there are parameters of 16 bits
+        self.gradients = GradientAccess(self.access, self.assembled, touches.gradients, by_id, widen=widen)
         self.whole = WholeParameters(
             access=self.access,
             gradients=self.gradients,
@@ -207,9 +198,7 @@ class Binding:
         own = 0 if self.is_whole else self.gradients.taken_bytes()
         return own + self.leases.assembled_bytes() + self.kept_bytes()
 
-    def handle(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], foreign: Sequence[Any] = ()
-    ) -> Any:
+    def handle(self, func: Function, args: Args, kwargs: Kwargs, foreign: Sequence[Any] = ()) -> Any:
         """The result of a torch function with managed parameters, or aliases of slots, among its arguments.
 
         `foreign`: classes of the user's among them. They have declined, since ours is another, and are asked again where ours has its bytes.
@@ -217,33 +206,35 @@ class Binding:
         if self._in_tiles and func in TILED:
             by_tiles = tile_by_tile(func, args, kwargs, tiled=self._in_tiles)
             if by_tiles is not None:
-                return by_tiles()
+                return by_tiles
         if func is torch.autograd.grad or func is torch.autograd.backward:
-            return differentiate(func, args, kwargs, bound=self.bound, undress=self.access.undress)
+            return differentiate(self, func, args, kwargs)
         with Plain():
             answer = self._answer(func, args[0], args, kwargs) if args else NotImplemented
             if answer is not NotImplemented:
                 return answer
-            if func in SCATTERS:
+            if func in functions.SCATTERS:
                 raise StateError(
                     "as_strided_scatter() of a managed parameter: its backward takes the start of memory, where others lie, for that of the "
                     "parameter. Use it on a copy, weight.clone()"
                 )
-            if func in STRIDED:
-                args, kwargs = from_offset(args, kwargs, offset=self._start(args[0]))
+            if func in functions.STRIDED:
+                args, kwargs = functions.from_offset(args, kwargs, offset=self._start(args[0]))
             found = Found([], [], [], [])
             self._search(args, found)
             if kwargs:
                 self._search(kwargs, found)
-            effects = self._effects.get(func)
-            if effects is None:
-                effects = self._effects[func] = effects_of(func)
-            if effects.is_foreach and len(found.parameters) + len(found.assembled) > 1 and is_of_several(args, kwargs):
+            effects = self._effects_of(func)
+            if (
+                effects.is_foreach
+                and len(found.parameters) + len(found.assembled) > 1
+                and functions.is_of_several(args, kwargs)
+            ):
                 self.assembled.expect_room(found.assembled)
-                return one_by_one(self.handle, func, args, kwargs)
-            return self._use(func, args, kwargs, found=found, effects=effects, others=found.others, foreign=foreign)
+                return functions.one_by_one(self.handle, func, args, kwargs)
+            return self._use(func, args, kwargs, found=found, effects=effects, foreign=foreign)
 
-    def _answer(self, func: Callable[..., Any], first: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _answer(self, func: Function, first: Any, args: Args, kwargs: Kwargs) -> Any:
         """The result of a function that needs no bytes of its first argument; NotImplemented where it is a use of them."""
         bound = self._bound.get(id(first))
         if bound is None and type(first) is self._detached_class:
@@ -303,43 +294,28 @@ class Binding:
         self._search(value, found)
         return found
 
-    def _join(self, func: Callable[..., Any], others: Sequence[Binding], *args: Any, **kwargs: Any) -> Any:
+    def _join(self, func: Function, others: list[Binding], *args: Any, **kwargs: Any) -> Any:
         """The part of this session in a use that another session's class has caught."""
-        found = self._found((args, kwargs))
-        return self._use(func, args, kwargs, found=found, effects=effects_of(func), others=others)
+        found = self._found((args, kwargs))._replace(others=others)
+        return self._use(func, args, kwargs, found=found, effects=functions.effects_of(func))
 
     def _use(
-        self,
-        func: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        found: Found,
-        effects: Effects,
-        others: Sequence[Binding],
-        foreign: Sequence[Any] = (),
+        self, func: Function, args: Args, kwargs: Kwargs, *, found: Found, effects: Effects, foreign: Sequence[Any] = ()
     ) -> Any:
         if transform_level() is not None:
             expect_no_transform(f"{getattr(func, '__name__', func)}() of a managed parameter")
-        run = partial(others[0]._join, func, others[1:]) if others else func
-        if foreign and not others:
+        run = partial(found.others[0]._join, func, found.others[1:]) if found.others else func
+        if foreign and not found.others:
             run = partial(_asking, foreign, func)
         if effects.is_foreach:
-            run = counted(func, run)
+            run = functions.counted(func, run)
         if found.assembled or (found.aliases and self.leases.assembled_bytes()):
             with self.assembled.using(found.assembled, func, args[0] if args else None):
                 return self._use_bound(run, func, args, kwargs, found=found, effects=effects)
         return self._use_bound(run, func, args, kwargs, found=found, effects=effects)
 
     def _use_bound(
-        self,
-        run: Callable[..., Any],
-        func: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        found: Found,
-        effects: Effects,
+        self, run: Function, func: Function, args: Args, kwargs: Kwargs, *, found: Found, effects: Effects
     ) -> Any:
         if found.aliases:
             self.owner.carry_out_pending()
@@ -385,25 +361,14 @@ class Binding:
             return nn.Parameter(data, bound.parameter.requires_grad)
 
 
-def differentiate(
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    bound: Callable[[object], BoundParameter | None],
-    undress: Callable[[Tensor], None],
-) -> Any:
-    """Gradients of parameters, for which their bytes are not needed.
+def differentiate(binding: Binding, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Gradients of parameters, for which their bytes are not needed. `func`, `args`, `kwargs`: as torch's override protocol gives them.
 
     Backward may recompute, so it must run with parameters as they are. Named by their edges in the graph, they do not bring torch back to us.
-
-    Args:
-        func, args, kwargs: as torch's override protocol gives them. bound: the record of a managed parameter.
-        undress: makes an alias of a slot an ordinary tensor.
     """
     outputs = args[0] if isinstance(args[0], list | tuple) else (args[0],)
     for output in outputs:
-        undress(output)
+        binding.access.undress(output)
 
     def edges(inputs: Any) -> Any:
         # Managed parameters, and views of slots that a custom Function has detached: all that would bring torch back.
@@ -413,11 +378,13 @@ def differentiate(
     if func is torch.autograd.backward:
         inputs = kwargs["inputs"]
         if inputs is not None:
-            tiles = [tile.parameter for record in map(bound, inputs) if record is not None for tile in record.tiles]
+            tiles = [
+                tile.parameter for record in map(binding.bound, inputs) if record is not None for tile in record.tiles
+            ]
             kwargs = {**kwargs, "inputs": edges([*inputs, *tiles])}
         return func(outputs, **kwargs)
     inputs = args[1]
-    if any(record is not None and record.tiles for record in map(bound, inputs)):
+    if any(record is not None and record.tiles for record in map(binding.bound, inputs)):
         raise StateError(f"torch.autograd.grad() of a parameter that is used in tiles: {NOT_ONE_TENSOR}")
     materialize = kwargs["materialize_grads"]
     asked = {**kwargs, "materialize_grads": False, "allow_unused": materialize or kwargs["allow_unused"]}
@@ -432,6 +399,6 @@ def differentiate(
     )
 
 
-def _asking(kinds: Sequence[Any], func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _asking(kinds: Sequence[Any], func: Function, *args: Any, **kwargs: Any) -> Any:
     """The result of a function as the first of some classes of tensors would have it."""
     return kinds[0].__torch_function__(func, tuple(kinds), args, kwargs)

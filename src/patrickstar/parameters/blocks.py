@@ -27,7 +27,6 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from patrickstar.core.trace import Touch
 from patrickstar.errors import BudgetError, StateError
 from patrickstar.hooks import Watched, is_called_by_compiled, watch_calls
 from patrickstar.parameters.binding import Binding
@@ -35,6 +34,7 @@ from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.call_order import CallOrder
 from patrickstar.parameters.changes import WatchedUse
 from patrickstar.parameters.transforms import is_compiled, tensors_in
+from patrickstar.parameters.weight_access import Tell
 from patrickstar.torch_private import (
     Plain,
     at_end_of_backward,
@@ -45,7 +45,6 @@ from patrickstar.torch_private import (
 )
 
 _Result = TypeVar("_Result")
-Tell = Callable[[str, Sequence[Touch]], None]
 
 FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 """Modules with a path that torch takes only where parameters are of no subclass, and that computes other bits."""
@@ -58,8 +57,7 @@ WITH_FUSED = (*FUSED, nn.TransformerEncoder)
 class Place:
     """A block in a model: its path, the names of the parameters in it, the blocks inside of it.
 
-    Attributes:
-        is_compiled: whether it is, as it is. repeats: whether there are others of its kind beside it, or torch has a fused path for it.
+    `repeats`: whether there are others of its kind beside it, or torch has a fused path for it.
     """
 
     path: str
@@ -76,24 +74,22 @@ class Place:
             yield from self.inner
 
 
-def places_in(model: nn.Module, names: Mapping[int, str]) -> tuple[Place, ...]:
-    """The outermost blocks of a model. `names`: of its parameters, by `id()`."""
-    return tuple(_places_in(model, "", names))
-
-
-def _places_in(module: nn.Module, prefix: str, names: Mapping[int, str]) -> Iterator[Place]:
+def places_in(module: nn.Module, names: Mapping[int, str], prefix: str = "") -> tuple[Place, ...]:
+    """The outermost blocks of a model, or of the part of one whose names have a prefix. `names`: of its parameters, by `id()`."""
+    found: list[Place] = []
     of_a_class = Counter(map(type, module.children()))
     is_list = isinstance(module, nn.ModuleList | nn.Sequential) and not isinstance(module, ParametrizationList)
     for name, child in module.named_children():
-        path, inner = f"{prefix}{name}", tuple(_places_in(child, f"{prefix}{name}.", names))
+        path = f"{prefix}{name}"
+        inner = () if is_parametrized(child) else places_in(child, names, f"{path}.")
         own = frozenset(names[id(parameter)] for parameter in child.parameters() if id(parameter) in names)
-        inner = () if is_parametrized(child) else inner
         repeats = isinstance(child, FUSED) or (is_list and of_a_class[type(child)] > 1)
         is_called = not isinstance(child, nn.ParameterList | nn.ParameterDict)
         if own and is_called and (repeats or not inner):
-            yield Place(path, own, inner, is_compiled(child), repeats)
+            found.append(Place(path, own, inner, is_compiled(child), repeats))
         else:
-            yield from inner
+            found += inner
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,11 +108,7 @@ class NotInBlocksError(StateError):
 class Blocks:
     """The blocks of a model under management. See Note [Blocks].
 
-    Args:
-        order: over ranks, what is told of the calls of its blocks, bound or not.
-
-    Attributes:
-        bound: paths of the blocks whose parameters are ordinary ones while they run.
+    `order`: over ranks, what is told of the calls of its blocks, bound or not. `bound`: paths of those whose parameters are ordinary while they run.
     """
 
     def __init__(self, model: nn.Module, binding: Binding, order: CallOrder | None = None) -> None:

@@ -6,8 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import cast
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from patrickstar.core.planes import PlaneRef
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.strides import contiguous_strides, dense_strides
 from patrickstar.core.trace import Touch
-from patrickstar.memory.leases import WeightKey
+from patrickstar.memory.leases import AssembledKey, CopyKey, WeightKey
 from patrickstar.plan.touches import gradient_parts
 from patrickstar.torch_private import refuse_reads
 
@@ -102,6 +101,63 @@ class BoundParameter:
         return tensor.as_strided((tensor.numel(),), (1,))
 
 
+class Owner(Protocol):
+    """The owner of the bytes: `Events` for a session, or the twin of a trial run, which only writes down what is asked for.
+
+    What one who inherits from this leaves out does nothing.
+    """
+
+    session_name: str = "a session"  # as messages call it
+
+    def use(self, label: str, touches: Sequence[Touch]) -> None:
+        """Makes the units of a use resident, all at once; `label` is the first parameter's name. BudgetError where they cannot be."""
+
+    def carry_out_pending(self) -> None:
+        """Does what was asked for and is still to be done: a view, held all the time, is about to be used."""
+
+    def unpack(self, label: str, touches: Sequence[Touch]) -> None:
+        """Makes units resident for a backward that needs what uses have saved, all at once."""
+
+    def renew(self, key: str | AssembledKey, copy: Tensor) -> None:
+        """Writes a parameter's changed value, or what has changed of what is kept of it, into a copy that is still held."""
+
+    def updated(self) -> None:
+        """Notes that the library has written parameters: an update, a value that was loaded."""
+
+    def thawed(self, name: str) -> None:
+        """Makes room for training a parameter that was frozen. BudgetError where there is none; the parameter stays frozen then."""
+
+    def changed(self, key: WeightKey) -> None:
+        """Notes that a weight unit's or copy's bytes, still held, were written in place. See Note [Changes in place] in `changes.py`."""
+
+    def escaped(self, key: WeightKey) -> None:
+        """Notes that memory of a weight unit, or of a copy, has been handed out to code that can write to it unseen."""
+
+    def gradient(self, name: str, gradient: Tensor | None) -> None:
+        """Takes a gradient that has arrived in backward; None: it was added to one of the user's own, which stays where it is."""
+
+    def has_gradient(self, name: str) -> bool:
+        """Tells whether a parameter has a gradient."""
+
+    def is_spent(self, name: str) -> bool:
+        """Tells whether the gradient of a parameter has been used as it came, and nobody has zeroed it since."""
+
+    def drop_gradient(self, name: str) -> None:
+        """Drops the gradient accumulated so far, which is no longer wanted."""
+
+    def make_copy(self, key: CopyKey) -> Tensor:
+        """A 1-D tensor with a parameter's value, whose units are resident, or what is kept of one, put together. BudgetError: it does not fit."""
+
+    def settle(self) -> None:
+        """Does what is pending: state is about to be read or written."""
+
+    def expect_room(self, key: AssembledKey) -> None:
+        """Raises BudgetError where there is no room to put this tensor together, alone."""
+
+    def assembled_changed(self, key: AssembledKey, *, wholly: bool) -> None:
+        """Takes a change, in place, of a tensor that was put together. `wholly`: every element was written, with other bits or not."""
+
+
 def placeholder(dtype: torch.dtype, device: torch.device | None) -> Tensor:
     """A NaN whose memory nobody can read: what is expanded from it stands for values that lie in chunks."""
     nan = torch.full((), float("nan"), dtype=dtype, device=device)
@@ -121,15 +177,10 @@ def make_records(
     *,
     dtypes: Mapping[str, torch.dtype],
     copied: Collection[str],
-    device: torch.device | None = None,
-    strides: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    device: torch.device | None,
+    strides: Mapping[str, Sequence[int]],
 ) -> dict[str, BoundParameter]:
-    """Records by name: of each parameter, and after it of its tiles.
-
-    Args:
-        dtypes: types of parameters while they are managed, by name; fp32 where there is none. copied: the parameters whose uses see a copy.
-        device: where uses are; None: where the parameters are. strides: of those whose bytes are elsewhere, by name.
-    """
+    """Records by name: of each parameter, and after it of its tiles. What is given is as `Binding` has it."""
     nans: dict[torch.dtype, Tensor] = {}
     shards = layout if isinstance(layout, ShardLayout) else None
     records: dict[str, BoundParameter] = {}
@@ -143,7 +194,7 @@ def make_records(
         records[name] = BoundParameter(
             name,
             name,
-            _reference(parameter),
+            weakref.ref(parameter),  # type: ignore[arg-type]  # which the record, or the model, keeps alive
             parameter,
             layout.weight_units(name),
             shards.offset(name) if shards is not None else layout.slices[name].offset,
@@ -182,7 +233,7 @@ def _tiles(
         tile = BoundParameter(
             label,
             name,
-            _reference(leaf),
+            weakref.ref(leaf),  # type: ignore[arg-type]
             leaf,
             layout.weight_units(label),
             place.offset,
@@ -194,8 +245,3 @@ def _tiles(
         )
         tiles.append(tile)
     return tuple(tiles)
-
-
-def _reference(parameter: nn.Parameter) -> Callable[[], Tensor]:
-    """A function that gives the parameter as long as the record, or the model, keeps it alive: a call without a function of ours."""
-    return cast("Callable[[], Tensor]", weakref.ref(parameter))

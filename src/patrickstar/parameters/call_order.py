@@ -45,8 +45,7 @@ class Coming(NamedTuple):
 class BlockWeights(NamedTuple):
     """The weights of a block, by group, of which some are on their way.
 
-    Attributes:
-        ours: makes a context for our own operations. written: is told of each group that has been written on the current stream.
+    `ours`: makes a context for our own operations. `written`: is told of each group that has been written on the current stream.
     """
 
     by_group: dict[str, Tensor]

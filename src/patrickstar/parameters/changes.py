@@ -27,9 +27,9 @@ from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey, WeightKey
 from patrickstar.parameters.assembled import AssembledTensors
 from patrickstar.parameters.bound import BoundParameter, with_tiles
-from patrickstar.parameters.functions import uncounted, writes_to
-from patrickstar.parameters.owner import Rewriting
+from patrickstar.parameters.functions import Args, Function, Kwargs, uncounted, writes_to
 from patrickstar.parameters.weight_access import WeightAccess
+from patrickstar.plan.touches import Touches
 from patrickstar.torch_private import Plain, backward_id
 
 NOT_COUNTED, _CHANGES = -1, -2
@@ -57,7 +57,8 @@ class Changes:
     Attributes:
         access: whose owner is told. assembled: what stands for the optimizer's state.
         owners_of: gives the records of the parameters that tensors, in nested containers, are or lie in.
-        rewriting: who carries changes to where more is kept than a weight shows, if anybody does.
+        touches: knows of which parameters more is kept than they show. to_master: carries a change in place of a resident one there, if anybody
+            does, given what its elements were, 1-D in slot order; None: nobody knows, and all of them count as changed.
         followed: of parameters that keep their bytes, and of which more is kept: their elements, by name; None for copies, which are compared with
             what is kept.
     """
@@ -65,29 +66,29 @@ class Changes:
     access: WeightAccess
     assembled: AssembledTensors
     owners_of: Callable[[Any], list[BoundParameter]]
-    rewriting: Rewriting | None
+    touches: Touches
+    to_master: Callable[[BoundParameter, Tensor | None], None] | None
     followed: dict[str, Tensor | None] = field(default_factory=dict)
 
-    def watch(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, tensors: Sequence[Tensor]
-    ) -> WatchedUse:
+    def watch(self, func: Function, args: Args, kwargs: Kwargs, *, tensors: Sequence[Tensor]) -> WatchedUse:
         """The watch over a function that is about to run, given these parameters, and views of slots, whose bytes are there."""
         hidden = {id(tensor) for tensor in uncounted(func, args, kwargs)}
         versions = [
             _CHANGES if id(tensor) in hidden else NOT_COUNTED if tensor.is_inference() else tensor._version
             for tensor in tensors
         ]
-        written = writes_to(func, args, kwargs) if self.rewriting is not None else None
+        written = writes_to(func, args, kwargs) if self.to_master is not None else None
         before = {} if written is None else self.remember(self.owners_of(written))
         return WatchedUse(func, tensors, versions, before)
 
     def remember(self, parameters: Sequence[BoundParameter]) -> dict[str, Tensor]:
         """Copies of the elements of those parameters of which more is kept than they show, by name: 1-D, in slot order."""
-        rewriting = self.rewriting
-        if rewriting is None:
-            return {}
         with torch.inference_mode(False), torch.no_grad(), Plain():
-            return {bound.name: self._elements(bound).clone() for bound in parameters if rewriting.keeps_more(bound)}
+            return {bound.name: self._elements(bound).clone() for bound in parameters if self._keeps_more(bound)}
+
+    def _keeps_more(self, bound: BoundParameter) -> bool:
+        """Tells whether a parameter's master is split, and the parameter shows the upper half itself."""
+        return self.to_master is not None and not bound.is_copied and self.touches.keeps_rest(bound.name)
 
     def tell(self, watched: WatchedUse) -> None:
         """Tells of what a use has changed, once it has run.
@@ -124,10 +125,10 @@ class Changes:
         return changed
 
     def _carry(self, bound: BoundParameter, watched: WatchedUse) -> None:
-        if self.rewriting is None or not self.rewriting.keeps_more(bound):
+        if self.to_master is None or not self._keeps_more(bound):
             return
         before = watched.before.get(bound.name)
-        self.rewriting.carry(bound, before)
+        self.to_master(bound, before)
         if before is None:
             raise UnseenChangeError(
                 f"{getattr(watched.what, '__name__', watched.what)}() changed {bound.name} in place, and nothing told before that it would: "
@@ -158,8 +159,8 @@ class Changes:
         with Plain(), torch.no_grad():
             if torch.equal(self._elements(bound).view(torch.int16), before.view(torch.int16)):
                 return False
-        assert self.rewriting is not None
-        self.rewriting.carry(bound, before)
+        assert self.to_master is not None
+        self.to_master(bound, before)
         return True
 
     def _elements(self, bound: BoundParameter) -> Tensor:
@@ -206,52 +207,46 @@ class Changes:
 class EscapedMemory:
     """The watch over memory that has been handed out, by digests, compared before anything moves.
 
-    A unit is watched while its memory can be reached: as long as somebody has a lease on it, and until the check that follows.
-
-    Attributes:
-        access: has the memory, and the owner, who is told of a unit or copy whose bytes are not what they were.
-        changes: remembers the elements of parameters of which more is kept than they show, and carries those that have changed.
+    A unit is watched while its memory can be reached: as long as somebody has a lease on it, and until the check that follows. The owner is told
+    of a unit or copy whose bytes are not what they were; changed elements are carried to where more is kept of a parameter than it shows.
     """
 
     access: WeightAccess
     changes: Changes
-    watched: dict[WeightKey, bytes] = field(default_factory=dict, init=False)
-    _values: dict[WeightKey, dict[str, Tensor]] = field(default_factory=dict, init=False)
+    watched: dict[WeightKey, tuple[bytes, dict[str, Tensor]]] = field(default_factory=dict, init=False)
     _kept: list[Tensor] = field(default_factory=list, init=False)
 
     def add(self, ref: WeightKey) -> None:
         """Begins to watch a unit, or a copy, whose memory has been handed out."""
         lease = self.access.lease(ref)
         if ref not in self.watched:
-            self.watched[ref] = _digest(lease)
-            self._values[ref] = self._remembered(ref)
+            self._remember(ref, _digest(lease))
         self._kept.append(lease)
 
     def renew(self) -> None:
         """Takes what is in memory now for what it should be: the library itself has written parameters."""
         for ref in self.watched:
-            self.watched[ref] = _digest(self.access.lease(ref))
-            self._values[ref] = self._remembered(ref)
+            self._remember(ref, _digest(self.access.lease(ref)))
 
     def check(self) -> None:
         """Tells of what has changed, and stops watching what can no longer be reached. Called before a moment."""
-        for ref, digest in self.watched.items():
+        for ref, (digest, values) in self.watched.items():
             now = _digest(self.access.lease(ref))
             if now != digest:
-                self.watched[ref] = now
+                self.watched[ref] = now, values
                 self.access.owner.changed(ref)
-                for name, values in self._values[ref].items():
-                    self.changes.carry_changed(self.access.records[name], values)
-                self._values[ref] = self._remembered(ref)
+                for name, before in self.watched[ref][1].items():
+                    self.changes.carry_changed(self.access.records[name], before)
+                self._remember(ref, now)
         self._kept.clear()
         held = self.access.leases.living()
         for ref in [ref for ref in self.watched if ref not in held]:
-            del self.watched[ref], self._values[ref]
+            del self.watched[ref]
         # What is written and let go before the next check is still there then.
         self._kept = [self.access.lease(ref) for ref in self.watched]
 
-    def _remembered(self, ref: WeightKey) -> dict[str, Tensor]:
-        return self.changes.remember(self.access.parameters_in(ref))
+    def _remember(self, ref: WeightKey, digest: bytes) -> None:
+        self.watched[ref] = digest, self.changes.remember(self.access.parameters_in(ref))
 
 
 def _digest(unit: Tensor) -> bytes:

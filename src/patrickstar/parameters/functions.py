@@ -15,21 +15,27 @@ from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.nn import functional
 
+from patrickstar.parameters.transforms import tensors_in
 from patrickstar.torch_private import writes_by_schema
 
+Function = Callable[..., Any]
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any]
+"""A function and what it is called with, as torch's override protocol gives them."""
 
-def accessor(name: str, kind: str) -> Callable[..., Any]:
+
+def accessor(name: str, kind: str) -> Function:
     """The function by which torch's override protocol knows reading ("__get__"), writing ("__set__") or deleting ("__delete__") an attribute."""
     attribute: Any = getattr(Tensor, name)
-    found: Callable[..., Any] = getattr(attribute, kind)
+    found: Function = getattr(attribute, kind)
     return found
 
 
-def _methods(names: str) -> frozenset[Callable[..., Any]]:
+def _methods(names: str) -> frozenset[Function]:
     return frozenset(getattr(Tensor, name) for name in names.split())
 
 
-def _getters(names: str) -> frozenset[Callable[..., Any]]:
+def _getters(names: str) -> frozenset[Function]:
     # Which of these attributes exist differs by torch version.
     return frozenset(accessor(name, "__get__") for name in names.split() if hasattr(Tensor, name))
 
@@ -54,7 +60,6 @@ SHAPE_ONLY = _methods("stride is_contiguous storage_offset")
 ESCAPES = _methods("numpy __array__ __dlpack__ data_ptr untyped_storage storage _typed_storage")
 """Functions that hand out memory that can be written to behind torch's back: a digest tells whether it was."""
 
-
 _OPERATORS = "add sub mul div truediv floordiv mod pow matmul and or xor lshift rshift"
 _ASSIGN = frozenset(f"__i{name}__" for name in _OPERATORS.split())
 """Names of operators in place, such as that of `weight += x`."""
@@ -72,7 +77,7 @@ _AVERAGE = MappingProxyType(
 """Functions that in training write running means and variances: the arguments from this one on, where these are not given by name."""
 
 
-def uncounted(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def uncounted(func: Function, args: Args, kwargs: Kwargs) -> list[Any]:
     """The arguments that a function may write in place without adding to torch's count of their changes."""
     first = _AVERAGE.get(func)
     if first is None:
@@ -80,7 +85,7 @@ def uncounted(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     return [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
 
 
-def writes_to(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def writes_to(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """The arguments that a function may write in place, as far as names, arguments or schema tell; None: none."""
     if kwargs.get("out") is not None:
         return kwargs["out"]
@@ -107,7 +112,18 @@ class Effects(NamedTuple):
     """True for a function that does the same with each tensor of a list, or of several lists alike."""
 
 
-def effects_of(func: Callable[..., Any]) -> Effects:
+def written_by(func: Any, args: Args, kwargs: Kwargs) -> list[Tensor]:
+    """The tensors that a registered operation changes in place, as its schema says."""
+    if not func._schema.is_mutable:
+        return []
+    found: list[Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))
+    return found
+
+
+def effects_of(func: Function) -> Effects:
     """The effects of a function of torch's override protocol."""
     name = _name(func)
     writes = func in _RENORMALISE or func in _AVERAGE or _writes_by_name(name) or writes_by_schema(func)
@@ -115,7 +131,7 @@ def effects_of(func: Callable[..., Any]) -> Effects:
     return Effects(not writes, func in ESCAPES, is_foreach)
 
 
-def _name(func: Callable[..., Any]) -> str:
+def _name(func: Function) -> str:
     """A function's name; of an operation of `torch.ops`, without that of its overload."""
     return getattr(func, "__name__", "").partition(".")[0]
 
@@ -128,10 +144,8 @@ STRIDED = frozenset(
 )
 """Functions whose argument `storage_offset` counts from the start of memory: from that of the parameter, which does not begin where its slot does."""
 
-
 SCATTERS = frozenset({Tensor.as_strided_scatter, torch.as_strided_scatter})
 """Functions whose backward takes the start of memory for that of the tensor."""
-
 
 HOOKS = _methods("register_hook register_post_accumulate_grad_hook retain_grad")
 """Functions that ask to be told of a gradient."""
@@ -141,7 +155,7 @@ REPOINTS = frozenset(f"{name}_" for name in _MOVES.split())
 """Names of functions that give a tensor another storage, shape or strides: a parameter in its slot has only those it has."""
 
 
-def counted(func: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+def counted(func: Function, run: Function) -> Function:
     """`run`, with the versions of what `func` writes in lists counted up where torch does not do that: `_fused_`, and `_foreach_` under a mode."""
     name = _name(func)
     if not name.endswith("_"):
@@ -168,7 +182,7 @@ def counted(func: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., 
     return run_and_count
 
 
-def from_offset(args: Sequence[Any], kwargs: Mapping[str, Any], *, offset: int) -> Any:
+def from_offset(args: Args, kwargs: Kwargs, *, offset: int) -> Any:
     """The arguments of one of `STRIDED`, with a `storage_offset`, where it is given, that counts from this offset."""
     if kwargs.get("storage_offset") is not None:
         return args, {**kwargs, "storage_offset": kwargs["storage_offset"] + offset}
@@ -176,12 +190,7 @@ def from_offset(args: Sequence[Any], kwargs: Mapping[str, Any], *, offset: int) 
     return (args if given is None else [tensor, *layout, given + offset]), kwargs
 
 
-def one_by_one(
-    handle: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any],
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
+def one_by_one(handle: Callable[[Function, Args, Kwargs], Any], func: Function, args: Args, kwargs: Kwargs) -> Any:
     """The result of `handle` for each tensor of the lists in turn, which need not all be resident at once. Same arithmetic, same bits."""
     lengths = [len(value) for value in (*args, *kwargs.values()) if _is_list(value) and value]
     length = lengths[0]
@@ -204,7 +213,7 @@ def one_by_one(
     return results or None
 
 
-def is_of_several(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def is_of_several(args: Args, kwargs: Kwargs) -> bool:
     """Tells whether a function of lists is given more than one tensor in them."""
     return any(_is_list(value) and len(value) > 1 for value in (*args, *kwargs.values()))
 

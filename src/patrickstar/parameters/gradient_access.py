@@ -33,7 +33,6 @@ class GradientAccess:
 
     Attributes:
         assembled: what stands for gradients in chunks. use: where gradients go. bound: the records of parameters and tiles, by `id()`.
-        narrow: whether there are parameters of 16 bits.
         arrives: is told of each gradient of a block that is open, before the owner is.
         are_kept: tells whether the session may have a gradient of any of them.
         comes: is told of one that autograd is about to add to `p.grad`, where parameters keep their bytes and somebody has to know.
@@ -49,7 +48,7 @@ class GradientAccess:
     use: GradientUse
     bound: Mapping[int, BoundParameter]
     _: KW_ONLY
-    narrow: bool
+    widen: bool
 
     own: set[str] = field(default_factory=set, init=False)
     stay: bool = field(default=False, init=False)
@@ -66,7 +65,6 @@ class GradientAccess:
         self.comes: Callable[[str], None] = lambda _: None
         self.used = UsedGradients(self.assembled, self._by_name)
         self.are_used = self.use is GradientUse.UPDATE
-        self.widen = self.use is GradientUse.CHUNK and self.narrow
 
     def stay_put(self) -> None:
         """Leaves all gradients where autograd makes them from now on."""
@@ -152,7 +150,7 @@ class GradientAccess:
     def get(self, bound: BoundParameter) -> Tensor | None:
         """The value of `p.grad`."""
         gradient = bound.tensor().grad
-        if gradient is None and self._is_parameter(bound):
+        if gradient is None and not bound.is_detached:  # an alias has a gradient of its own, as in PyTorch
             key = AssembledKey(bound.name, GRAD)
             if self._owner.has_gradient(bound.name):
                 return self.assembled.tensor(key, bound.shape_only)
@@ -162,7 +160,7 @@ class GradientAccess:
 
     def set(self, bound: BoundParameter, value: Tensor | None) -> None:
         """Does `p.grad = value`, with torch's own checks of shape, type and device."""
-        if not self._is_parameter(bound):
+        if bound.is_detached:
             bound.tensor().grad = value
             return
         if self.assembled.is_of(value, AssembledKey(bound.name, GRAD)):
@@ -241,10 +239,6 @@ class GradientAccess:
                 self._by_name[name].tensor().grad = None
         if not self.stay:
             self.own.difference_update(names)
-
-    def _is_parameter(self, bound: BoundParameter) -> bool:
-        """Tells whether a record is of the parameter itself; a detached alias has a gradient of its own, as in PyTorch."""
-        return bound.tensor() is self._by_name[bound.name].tensor()
 
 
 @dataclass(eq=False, slots=True)

@@ -42,9 +42,7 @@ from patrickstar.torch_private import (
 class SavedSlice(NamedTuple):
     """An alias of a managed parameter, as autograd saved it.
 
-    Attributes:
-        view: where and how it lies in what is leased.
-        is_recomputed: True where the forward that saved it runs again before it is read, as gradient checkpointing does.
+    `is_recomputed`: True where the forward that saved it runs again before it is read, as gradient checkpointing does.
     """
 
     key: WeightKey
@@ -115,9 +113,7 @@ class WeightChangedError(StateError, RuntimeError):
 class SavedTensors:
     """The pair of saved-tensor hooks around uses.
 
-    Attributes:
-        access: finds what tensors lie in, and brings it again.
-        lasting: gives what may be kept of any other tensor. standin: gives a tensor of a parameter's shape and type that holds no slot.
+    `lasting`: gives what may be kept of a tensor that lies elsewhere. `standin`: gives one of a parameter's shape and type that holds no slot.
     """
 
     access: WeightAccess

@@ -11,9 +11,8 @@ Note [Tiles]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import embedding, linear
 
 from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.functions import Args, Function, Kwargs
 
 TILED: Final = frozenset({linear, embedding})
 """The functions that may go tile by tile."""
@@ -33,13 +33,10 @@ NOT_ONE_TENSOR: Final = (
 _PLAIN_LOOKUP: Final = (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False))
 
 
-def tile_by_tile(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, tiled: Mapping[int, BoundParameter]
-) -> Callable[[], Tensor] | None:
-    """A linear or lookup whose weight is in tiles, to be called; None where its weight is not, or where it is asked for more.
+def tile_by_tile(func: Function, args: Args, kwargs: Kwargs, *, tiled: Mapping[int, BoundParameter]) -> Tensor | None:
+    """The result of a linear or lookup whose weight is in tiles; None where its weight is not, or where it is asked for more.
 
-    Args:
-        func, args, kwargs: one of `TILED`, as torch's override protocol gives it. tiled: the records of parameters in tiles, by `id()`.
+    `func`, `args`, `kwargs`: one of `TILED`, as torch's override protocol gives it. `tiled`: the records of parameters in tiles, by `id()`.
     """
     weight = tiled.get(id(args[1] if len(args) > 1 else kwargs.get("weight")))
     if weight is None:
@@ -48,13 +45,13 @@ def tile_by_tile(
     names = ("input", "weight", "bias" if func is linear else "padding_idx")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if func is linear:
-        return partial(_linear, tiles, given["input"], given.get("bias"))
+        return _linear(tiles, given["input"], given.get("bias"))
     if any(given.get(name, plain) != plain for name, plain in _PLAIN_LOOKUP):
         return None
     padding = given.get("padding_idx")
     if padding is not None and padding < 0:
         padding += weight.rows
-    return partial(_lookup, tiles, given["input"], padding)
+    return _lookup(tiles, given["input"], padding)
 
 
 def _linear(tiles: Sequence[BoundParameter], features: Tensor, bias: Tensor | None) -> Tensor:

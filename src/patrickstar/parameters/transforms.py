@@ -48,8 +48,7 @@ def expect_ordinary_call(
 ) -> None:
     """Raises StateError where a forward is about to be compiled, traced or transformed, or its inputs would not let parameters be seen.
 
-    Args:
-        probe: any managed parameter that no block owns; None: there is none.
+    `probe`: any managed parameter that no block owns; None: there is none.
     """
     name = type(model).__name__
     expect_no_transform(f"a forward of {name}")

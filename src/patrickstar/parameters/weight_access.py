@@ -15,11 +15,12 @@ from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Touch
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey, Key, Leases, WeightKey
-from patrickstar.parameters.bound import BoundParameter
-from patrickstar.parameters.owner import Owner
+from patrickstar.parameters.bound import BoundParameter, Owner
 from patrickstar.parameters.transforms import expect_no_transform
 from patrickstar.plan.touches import UseCounts
 from patrickstar.torch_private import NotInference, Plain, backward_id, transform_level
+
+Tell = Callable[[str, Sequence[Touch]], None]
 
 
 @dataclass(eq=False)
@@ -32,7 +33,7 @@ class WeightAccess:
         lock: held while bytes are given and taken. held: how many uses and module calls hold a parameter now, of those that are held.
         open: parameters that a block's backward holds, each with the 1-D tensor that it lies in, which is the same for all who ask meanwhile.
         in_blocks: parameters of blocks, by `id()`.
-        updated: parameters that keep their bytes and that the backward under way has updated, so that it must not use them any more.
+        updated: bytes, by name, of parameters that keep them and that the backward under way has updated, so that it must not use them any more.
         is_surprised: whether a backward has wanted one of these.
         recomputed: versions of parameters, by `id()`, at which a recomputation of a forward, in backward, has left them.
     """
@@ -47,7 +48,7 @@ class WeightAccess:
     held: dict[BoundParameter, int] = field(default_factory=dict, init=False)
     open: dict[BoundParameter, Tensor] = field(default_factory=dict, init=False)
     in_blocks: set[int] = field(default_factory=set, init=False)
-    updated: set[str] = field(default_factory=set, init=False)
+    updated: dict[str, Tensor] = field(default_factory=dict, init=False)
     is_surprised: bool = field(default=False, init=False)
     recomputed: dict[int, int] = field(default_factory=dict, init=False)
 
@@ -62,9 +63,7 @@ class WeightAccess:
             starts.append(bound.offset * bound.shape_only.element_size())
             owners.append(bound)
 
-    def enter(
-        self, found: Sequence[BoundParameter], tell: Callable[[str, Sequence[Touch]], None] | None = None
-    ) -> Mapping[WeightKey, Tensor]:
+    def enter(self, found: Sequence[BoundParameter], tell: Tell | None = None) -> Mapping[WeightKey, Tensor]:
         """Gives parameters bytes, in the tensors given back; each has one `leave`. `tell`: fetches units; None: as for a use, which is counted."""
         if not found:
             return {}
@@ -98,7 +97,7 @@ class WeightAccess:
                 )
 
     def _fetched(
-        self, found: Sequence[BoundParameter], touches: Sequence[Touch], tell: Callable[[str, Sequence[Touch]], None]
+        self, found: Sequence[BoundParameter], touches: Sequence[Touch], tell: Tell
     ) -> dict[WeightKey, Tensor]:
         """The leases of parameters, by key, whose units are fetched where no open block holds them."""
         if self.open.keys() >= set(found):

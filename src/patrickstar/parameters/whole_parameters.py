@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from patrickstar.errors import StateError
 from patrickstar.parameters.attributes import not_its_own
-from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.bound import BoundParameter, Owner
 from patrickstar.parameters.changes import Changes
 from patrickstar.parameters.gradient_access import GradientAccess
-from patrickstar.parameters.owner import Owner
 from patrickstar.parameters.weight_access import WeightAccess
 from patrickstar.torch_private import Plain, backward_id
 
@@ -32,10 +31,7 @@ def manager_of(parameter: Tensor) -> Owner | None:
 class WholeParameters:
     """The parameters of a binding, while they keep their bytes.
 
-    Attributes:
-        access: has their records, their owner, who brings the bytes, and leases of slots. gradients: what `.grad` is. device: where they are.
-        changes: carries changes by hand to where more is kept than a parameter shows.
-        by_use: the records of those that are bound by use, by `id()`. parameter_class: of these.
+    `by_use`: the records of those that are bound by use, by `id()`. `parameter_class`: of these.
     """
 
     access: WeightAccess
@@ -48,7 +44,6 @@ class WholeParameters:
     _addresses: list[tuple[BoundParameter, int, tuple[int, ...]]] = field(default_factory=list, init=False)
     _memory: dict[BoundParameter, weakref.ref[torch.UntypedStorage]] = field(default_factory=dict, init=False)
     _trained: set[str] = field(default_factory=set, init=False)
-    _withheld: dict[BoundParameter, Tensor] = field(default_factory=dict, init=False)
 
     def take(self) -> None:
         """Gives parameters, which are of the ordinary class, their bytes for good. Their gradients stay where autograd makes them."""
@@ -86,18 +81,17 @@ class WholeParameters:
     def withhold(self, name: str) -> None:
         """Takes the bytes of a parameter away until its backward has ended: that has updated it, and is to see no value of after the update."""
         bound = self.access.records[name]
-        self.access.updated.add(name)
-        self._withheld[bound] = bound.parameter.data
+        self.access.updated[name] = bound.parameter.data
         self.by_use[id(bound.parameter)] = bound
         bound.parameter.data = bound.standin
         bound.parameter.__class__ = self.parameter_class
 
     def give_back(self) -> None:
         """Gives parameters their bytes again."""
-        self.access.updated.clear()
         with Plain():
-            while self._withheld:
-                bound, data = self._withheld.popitem()
+            while self.access.updated:
+                name, data = self.access.updated.popitem()
+                bound = self.access.records[name]
                 del self.by_use[id(bound.parameter)]
                 bound.parameter.__class__ = nn.Parameter
                 bound.parameter.data = data

@@ -165,16 +165,14 @@ def build_step(
         events.order = gathering.order
     binding = Binding(
         named,
-        layout,
         events,
         leases=store.leases,
-        counts=touches.counts,
+        touches=touches,
         dtypes=precision.parameter_dtypes(layout),
         copied=precision.copied(layout),
-        gradients=gradients,
         device=budgets.stream_device,
         whole=not setup.by_use,
-        rewriting=masters if precision.mixed else None,
+        to_master=masters.carry if precision.mixed else None,
         strides=strides,
     )
     late_planes = LatePlanes(

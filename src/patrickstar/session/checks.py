@@ -16,7 +16,7 @@ from patrickstar.comm.transport import staging_bytes
 from patrickstar.core.machine import Tier
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.deferred.deferred_init import deferred_by, is_building
-from patrickstar.deferred.operations import is_dense
+from patrickstar.deferred.recipe import is_dense
 from patrickstar.errors import ConfigError, LayoutError, RankError, StateError
 from patrickstar.optim.user_optimizer import read_state
 from patrickstar.parameters.transforms import expect_unwrapped

@@ -129,7 +129,6 @@ class Setup:
         return OfflineTracer(
             layout=self.layout,
             make_touches=lambda: self.touches(updates),
-            gradients=self.gradients,
             dtypes=self.precision.parameter_dtypes(self.layout),
             copied=self.precision.copied(self.layout),
             scales=self.precision.scales,

@@ -19,9 +19,9 @@ from patrickstar.errors import BudgetError, StateError, some
 from patrickstar.hooks import frames, is_running_in
 from patrickstar.memory.leases import AssembledKey, CopyKey, WeightKey
 from patrickstar.parameters.binding import Binding
+from patrickstar.parameters.bound import Owner
 from patrickstar.parameters.call_order import CallOrder
 from patrickstar.parameters.changes import EscapedMemory
-from patrickstar.parameters.owner import Owner
 from patrickstar.parameters.registered import Registered
 from patrickstar.parameters.transforms import expect_no_wrapper, expect_ordinary_call, is_ordinary_call
 from patrickstar.plan.touches import Touches

@@ -27,8 +27,7 @@ from patrickstar.step.known_forwards import KnownForward, like_a_larger_one
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.room import Room
 from patrickstar.step.whole import Whole
-from patrickstar.tracing.caches import bounded, refused
-from patrickstar.tracing.inputs import Signature, can_be_traced, signature
+from patrickstar.tracing.inputs import Signature, bounded, can_be_traced, refused, signature
 from patrickstar.tracing.offline import Foreseen, OfflineTracer
 from patrickstar.tracing.twin import CannotTrace
 from patrickstar.units import format_bytes

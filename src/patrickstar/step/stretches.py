@@ -27,8 +27,7 @@ from patrickstar.step.known_forwards import BEING_MEASURED, KnownForward
 from patrickstar.step.late_planes import LatePlanes
 from patrickstar.step.pending_step import PendingStep
 from patrickstar.step.whole import Whole
-from patrickstar.tracing.caches import cache_tensors
-from patrickstar.tracing.inputs import asks_for_gradients, can_be_traced
+from patrickstar.tracing.inputs import asks_for_gradients, cache_tensors, can_be_traced
 from patrickstar.tracing.live_bytes import TraceRecorder
 from patrickstar.units import format_bytes
 

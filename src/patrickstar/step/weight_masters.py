@@ -24,7 +24,7 @@ from patrickstar.step.executor import Executor
 
 @dataclass(eq=False)
 class Masters:
-    """Makes copies, and carries changes into masters (`parameters.owner.Rewriting`).
+    """Makes copies, and carries changes into masters.
 
     Made before the binding, which is given afterwards. `rounding`: the type a master is rounded to for a copy, where its plane is fp32.
     """
@@ -102,10 +102,6 @@ class Masters:
         for block in blocks(copy.numel()):
             rounded = whole[: block.stop - block.start].copy_(kept[block])
             copy[block].copy_(rounded)
-
-    def keeps_more(self, bound: BoundParameter) -> bool:
-        """Tells whether a parameter's master is split, and the parameter shows the upper half itself."""
-        return not bound.is_copied and self.touches.keeps_rest(bound.name)
 
     def carry(self, bound: BoundParameter, before: Tensor | None) -> None:
         """Carries changed elements of a resident parameter into its master. `before`: what its elements were; None: all of them have changed.

@@ -40,8 +40,7 @@ class LiveBytes:
         self._at_change = at_change
         self._on_device = on_device
 
-        self._bytes: dict[int, int] = {}
-        self._deaths: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}  # each with its bytes
         self._dead: deque[int] = deque()
         self._live = 0
         self.peak = 0
@@ -52,9 +51,7 @@ class LiveBytes:
     def live(self) -> int:
         """Bytes alive now."""
         while self._dead:
-            key = self._dead.popleft()
-            self._live -= self._bytes.pop(key)
-            del self._deaths[key]
+            self._live -= self._alive.pop(self._dead.popleft())[0]
         return self._live
 
     def restart_peak(self) -> int:
@@ -85,11 +82,11 @@ class LiveBytes:
         key = storage._cdata
         if self._dead:
             _ = self.live  # settle: a new storage may have the address of one that has died
-        if key in self._bytes:
+        if key in self._alive:
             return False
         nbytes = cuda_block_bytes(storage.nbytes()) if self._on_device else storage.nbytes()
-        self._bytes[key] = nbytes
-        self._deaths[key] = weakref.ref(storage, lambda _, key=key, dead=self._dead: dead.append(key))  # type: ignore[misc]
+        death = weakref.ref(storage, lambda _, key=key, dead=self._dead: dead.append(key))  # type: ignore[misc]
+        self._alive[key] = nbytes, death
         self._live += nbytes
         return True
 

@@ -33,8 +33,7 @@ from patrickstar.plan.fit import minimum_bytes
 from patrickstar.plan.make import garbage_waits
 from patrickstar.plan.touches import Touches
 from patrickstar.torch_private import Plain, Undispatched, saves_on_cpu, top_saved_tensors_hooks
-from patrickstar.tracing.caches import CacheAt, cache_tensors
-from patrickstar.tracing.inputs import cast_inputs
+from patrickstar.tracing.inputs import CacheAt, cache_tensors, cast_inputs
 from patrickstar.tracing.side_effects import CopiedFunctions, HooklessTensors, drop_hooks, no_side_effects
 from patrickstar.tracing.trial_operations import TrialOperations
 from patrickstar.tracing.trial_values import Endless
@@ -72,7 +71,7 @@ class OfflineTracer:
 
     Attributes:
         make_touches: fresh ones for each trace.
-        gradients: where they go. dtypes: of parameters, by name; fp32 where it says nothing. copied: whose uses see copies.
+        dtypes: of parameters, by name; fp32 where it says nothing. copied: whose uses see copies.
         scales: whether the loss is multiplied with a scale.
         device: of the tensors that the forward sees: the one that computes, or the CPU in the place of one that is not here.
         on_device: whether the step is to run on a device whose memory torch gives out. compute: the type that inputs are cast to.
@@ -81,7 +80,6 @@ class OfflineTracer:
 
     layout: Layout
     make_touches: Callable[[], Touches]
-    gradients: GradientUse
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     copied: Collection[str] = ()
     scales: bool = False
@@ -125,16 +123,12 @@ class OfflineTracer:
 
     @staticmethod
     def _try_extreme(attempt: Callable[..., Foreseen], quantile: float) -> Trace | None:
-        """The trace with draws that are as small, or as large, as they can be; None where the model does not work with such draws.
-
-        Raises:
-            CannotTrace: with such draws it does not end, so that nothing bounds what it needs.
-        """
+        """The trace with draws that are as small, or as large, as they can be; None where the model does not work with such draws."""
         try:
             return attempt(quantile=quantile).trace
         except CannotTrace as problem:
             if isinstance(problem.__cause__, Endless):
-                raise
+                raise  # nothing bounds what it needs
             _log.info("the forecast leaves out draws at quantile %g: %s", quantile, problem)
             return None
 
@@ -168,14 +162,12 @@ class OfflineTracer:
                 stack.enter_context(operations)
                 owner.binding = Binding(
                     twins,
-                    self.layout,
                     owner,
                     leases=owner.leases,
-                    counts=touches.counts,
+                    touches=touches,
                     dtypes=self.dtypes,
                     copied=self.copied,
-                    gradients=self.gradients,
-                    rewriting=owner,
+                    to_master=lambda bound, _: owner.carry(bound.name),
                 )
                 owner.binding.let_go()
                 order = owner.order_over_ranks(self.next_blocks, self.travel)
@@ -209,17 +201,18 @@ class OfflineTracer:
             return Foreseen(
                 owner.recorder.trace(),
                 operations.values.branches,
-                self._why_by_use(owner, touches if with_backward else None),
+                self._why_by_use(owner, with_backward=with_backward),
                 0 if owner.over_ranks is None else owner.over_ranks.others.sent_bytes,
             )
 
-    def _why_by_use(self, owner: Twin, touches: Touches | None) -> str:
-        """The reason why uses are to be seen. `touches`: with their counts, where there was a backward."""
+    def _why_by_use(self, owner: Twin, *, with_backward: bool) -> str:
+        """The reason why uses are to be seen."""
         if owner.changes_copies:
             return "a forward changes weights in place that compute in another type than they are kept in"
         is_narrow = bool(self.copied) or any(dtype is not torch.float32 for dtype in self.dtypes.values())
-        in_parts = touches is not None and not all(map(touches.comes_whole, touches.counts.uses))
-        adds_up = self.gradients is GradientUse.CHUNK and is_narrow and in_parts
+        touches = owner.touches
+        in_parts = with_backward and not all(map(touches.comes_whole, touches.counts.uses))
+        adds_up = touches.gradients is GradientUse.CHUNK and is_narrow and in_parts
         return "gradients of 16 bits come in parts (re-entrant checkpointing)" if adds_up else ""
 
 

@@ -102,8 +102,7 @@ class HooklessTensors(TorchFunctionMode):
 class CopiedFunctions:
     """Copies of the functions that a model's modules keep, over copies of what they hold.
 
-    Args:
-        memo: of `copy.deepcopy`, which finds the copies there: before the model is copied they are empty, and `fill` comes after.
+    `memo`: of `copy.deepcopy`, which finds the copies there: before the model is copied they are empty, and `fill` comes after.
     """
 
     def __init__(self, model: nn.Module, memo: dict[int, Any]) -> None:
@@ -137,9 +136,8 @@ class CopiedFunctions:
 @contextmanager
 def _unwarned() -> Iterator[None]:
     """A context in which nothing is warned of, after which what has been warned of is as before."""
-    logger = logging.getLogger(
-        "torch._subclasses.fake_tensor"
-    )  # what it cannot do is said once, by us, not with a traceback for each
+    # What it cannot do is said once, by us, not with a traceback for each.
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, logger.disabled = logger.disabled, True
     # Not `catch_warnings`, after which Python forgets what it has shown.
     filters: Any = warnings.filters

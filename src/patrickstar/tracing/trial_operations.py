@@ -26,10 +26,7 @@ _device = torch.ops.prim.device.default
 
 
 class TrialOperations(TorchDispatchMode):
-    """Makes tensors fake, and does operations on them. See Note [Operations of one form].
-
-    Args:
-        quantile: what a draw is, from 0 to 1.
+    """Makes tensors fake, and does operations on them. See Note [Operations of one form]. `quantile`: what a draw is, from 0 to 1.
 
     Attributes:
         fakes: the mode underneath. values: those that are known, by inputs and by what follows from the time when there is a seer.

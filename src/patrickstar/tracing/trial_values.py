@@ -16,14 +16,16 @@ Note [Values in a trial run]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
+from patrickstar.parameters.functions import written_by
 from patrickstar.parameters.transforms import tensors_in
 from patrickstar.torch_private import Undispatched, backward_id, checks_for_nan
 
@@ -43,11 +45,7 @@ class Endless(Exception):  # noqa: N818  (a reason why there is no trace)
 
 @dataclass(slots=True)
 class _Content:
-    """Contents that a fake storage would have.
-
-    Attributes:
-        elements: all of it, 1-D. drawn: whether it depends on draws. storage: the fake one, with which it goes.
-    """
+    """Contents of a fake storage, 1-D. `drawn`: whether they depend on draws. `storage`: the fake one, with which they go."""
 
     elements: Tensor
     drawn: bool
@@ -61,11 +59,7 @@ class _Content:
 class KnownValues:
     """Answers for values. See Note [Values in a trial run].
 
-    Args:
-        quantile: what a draw is, from 0 to 1.
-
-    Attributes:
-        branches: whether a value that depends on draws has been asked for.
+    `quantile`: what a draw is, from 0 to 1. `branches`: whether a value that depends on draws has been asked for.
     """
 
     def __init__(self, quantile: float) -> None:
@@ -156,16 +150,18 @@ class KnownValues:
         drawn = any(content.drawn for content in known)
         with Undispatched():
             values = {id(tensor): content.of(tensor) for tensor, content in zip(given, known, strict=True)}
-            real = func(*_with(values, args), **dict(zip(kwargs, _with(values, kwargs.values()), strict=True)))
-        for tensor in _written(func, args, kwargs):
+            operands, named = _pytree.tree_map(partial(_real, values), (args, kwargs))
+            real = func(*operands, **named)
+        for tensor in written_by(func, args, kwargs):
             self._contents[tensor.untyped_storage()._cdata].drawn |= drawn
         for fake, found, is_new in zip(results, tensors_in(real), made, strict=True):
             if is_new:
                 self._fill(fake, found, drawn=drawn)
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        for tensor in _written(func, args, kwargs):
-            self._contents.pop(tensor.untyped_storage()._cdata, None)
+        for tensor in written_by(func, args, kwargs):
+            if tensor.layout is torch.strided:
+                self._contents.pop(tensor.untyped_storage()._cdata, None)
 
     def _content(self, tensor: Tensor) -> _Content | None:
         """Known contents of a tensor's storage, as elements of the tensor's type."""
@@ -210,28 +206,12 @@ def _can_be_known(tensor: Tensor) -> bool:
     return tensor.numel() <= _MOST_ELEMENTS and tensor.layout is torch.strided and not tensor.is_meta
 
 
-def _with(values: dict[int, Tensor], operands: Iterable[Any]) -> list[Any]:
-    """The operands with values, which are on the CPU, in the place of fake tensors."""
-    return [
-        values[id(operand)]
-        if isinstance(operand, Tensor)
-        else _CPU
-        if isinstance(operand, torch.device)
-        else _with(values, operand)
-        if isinstance(operand, list | tuple)
-        else operand
-        for operand in operands
-    ]
+def _real(values: dict[int, Tensor], operand: Any) -> Any:
+    """An operand, or the values, which are on the CPU, of a fake tensor."""
+    if isinstance(operand, torch.device):
+        return _CPU
+    return values[id(operand)] if isinstance(operand, Tensor) else operand
 
 
 def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return {**{argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}, **kwargs}
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    if not func._schema.is_mutable:
-        return
-    operands = _by_name(func, args, kwargs)
-    for argument in func._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in operands:
-            yield from (t for t in tensors_in(operands[argument.name]) if t.layout is torch.strided)

@@ -13,10 +13,9 @@ from patrickstar.core.trace import Phase, Touch
 from patrickstar.memory.leases import CopyKey, Leases, WeightKey
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.blocks import NotInBlocksError
-from patrickstar.parameters.bound import BoundParameter
+from patrickstar.parameters.bound import Owner
 from patrickstar.parameters.call_order import CallOrder
 from patrickstar.parameters.exchange import BackwardSums, Exchange, Nobody, Travel
-from patrickstar.parameters.owner import Owner
 from patrickstar.plan.touches import Touches
 from patrickstar.torch_private import at_end_of_backward, backward_id, inside_backward_node
 from patrickstar.tracing.live_bytes import LiveBytes, TraceRecorder
@@ -30,10 +29,13 @@ class Twin(Owner):
     """A session that owns no bytes: writes down what a step asks for. There is nothing to settle, to write back or to let go of.
 
     Attributes:
-        touches: what events touch. meter: of non-model bytes. recorder: of what is asked for. in_blocks: whether blocks are bound.
+        binding: of the twin's parameters, given once it is made. touches: what events touch.
+        meter: of non-model bytes. recorder: of what is asked for. in_blocks: whether blocks are bound.
         over_ranks: what is exchanged with other ranks, where there are several.
         changes_copies: whether a weight that computes in another type than it is kept in has been changed.
     """
+
+    binding: Binding
 
     def __init__(
         self, touches: Touches, dtypes: Mapping[str, torch.dtype], *, device: torch.device, on_device: bool
@@ -42,10 +44,8 @@ class Twin(Owner):
         self._dtypes = dtypes
         self._device = device
         self.leases = Leases(self._slot)
-        self.meter = LiveBytes(self._is_slot, on_device=on_device)
+        self.meter = LiveBytes(self.leases.is_counted, on_device=on_device)
         self.recorder = TraceRecorder(self.meter)
-        self.binding: Binding | None = None
-        self._making_slot = False
         self._sums = BackwardSums()
         self._backwards: set[int] = set()
         self.in_blocks = False
@@ -56,7 +56,6 @@ class Twin(Owner):
 
     def order_over_ranks(self, next_blocks: Mapping[tuple[bool, str], str], travel: Travel) -> CallOrder | None:
         """The order that is told of calls, where there are several ranks. `next_blocks`: as far as calls have shown."""
-        assert self.binding is not None
         if isinstance(self.touches.layout, ShardLayout):
             layout = self.touches.layout
             self.over_ranks = Exchange(layout, self.binding.by_name, Nobody(layout.size), travel, self.moment)
@@ -64,9 +63,6 @@ class Twin(Owner):
             self.over_ranks.order.next_blocks |= next_blocks
             self._sums = self.over_ranks.came
         return None if self.over_ranks is None else self.over_ranks.order
-
-    def _is_slot(self, tensor: Tensor) -> bool:
-        return self._making_slot or self.leases.is_counted(tensor)
 
     def use(self, label: str, touches: Sequence[Touch]) -> None:
         if backward_id() != -1:
@@ -85,7 +81,6 @@ class Twin(Owner):
         self._last = touches
 
     def make_copy(self, key: CopyKey) -> Tensor:
-        assert self.binding is not None
         assert isinstance(key, str)
         if self.over_ranks is not None:
             return self.over_ranks.make(key)
@@ -94,13 +89,13 @@ class Twin(Owner):
 
     def _slot(self, key: PlaneRef) -> Tensor:
         layout = self.touches.layout
-        self._making_slot = True
+        # A unit's tensors are of one type.
+        dtype = self._dtypes.get(layout.run_of(key.chunk).tensors[0], torch.float32)
+        self.meter.counts = False
         try:
-            # A unit's tensors are of one type.
-            dtype = self._dtypes.get(layout.run_of(key.chunk).tensors[0], torch.float32)
             return torch.empty(layout.slots(key) * layout.chunk_numel, dtype=dtype, device=self._device)
         finally:
-            self._making_slot = False
+            self.meter.counts = True
 
     def _notice_backward(self) -> None:
         if backward_id() not in self._backwards:
@@ -119,15 +114,10 @@ class Twin(Owner):
             self.moment(self._phase(), self.touches.layout.run_of(key.chunk).tensors[0], [Touch(key, True)])
         else:
             self.changes_copies = True
-            self._carry(key)
+            self.carry(key)
 
-    def keeps_more(self, bound: BoundParameter) -> bool:
-        return not bound.is_copied and self.touches.keeps_rest(bound.name)
-
-    def carry(self, bound: BoundParameter, before: Tensor | None) -> None:  # noqa: ARG002
-        self._carry(bound.name)
-
-    def _carry(self, name: str) -> None:
+    def carry(self, name: str) -> None:
+        """Writes down that a change of a parameter in place is carried to its master."""
         for _, touches in self.touches.master(name):
             self.moment(self._phase(), name, touches)
 
@@ -139,7 +129,6 @@ class Twin(Owner):
 
     def gradient(self, name: str, gradient: Tensor | None) -> None:
         self._notice_backward()
-        assert self.binding is not None
         assert gradient is not None  # nobody has any of their own there
         if self.in_blocks and self.touches.updates_at_once(name):  # where uses are not counted
             if name in self._updated:
@@ -153,7 +142,6 @@ class Twin(Owner):
             self._add(name, gradient, in_block=in_block)
 
     def _add(self, name: str, gradient: Tensor, *, in_block: bool = False) -> None:
-        assert self.binding is not None
         flat = self.binding.records[name].flat(gradient)  # noqa: F841  (where it is a copy, it lives as long as a real one)
         for _, touches in self.touches.gradient(name):
             if not in_block or touches != self._last:
