@@ -74,7 +74,7 @@ class Collectives:
     ) -> None:
         self.sent_bytes = 0
         self.past = ""
-        self.ranks = self._ranks = ranks
+        self.ranks = ranks
         self._timeout_s, self._poll_s = timeout_s, poll_s
         self._process = os.getpid()
         self.me = ranks.names([ranks.rank])
@@ -100,7 +100,7 @@ class Collectives:
 
     def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Ticket:
         """Has `out` [p * n] get the shards [n] of all ranks, in their order. `shard`: perhaps its place in `out`."""
-        assert (out.numel(), out.dtype) == (self._ranks.size * shard.numel(), shard.dtype)
+        assert (out.numel(), out.dtype) == (self.ranks.size * shard.numel(), shard.dtype)
         return _carry(self, "gather", what, shard, lambda: self._transport.gather(out, shard))
 
     def exchange(
@@ -118,7 +118,7 @@ class Collectives:
         Args:
             flags: each byte becomes the bitwise or of those of all ranks. kind, then: see `reduce`, which does `then` with what has come.
         """
-        size = self._ranks.size
+        size = self.ranks.size
         assert (out.numel(), out.dtype) == (parts.numel(), parts.dtype)
         own = parts.view(-1)[: parts.numel() // size]
 
@@ -127,7 +127,7 @@ class Collectives:
             if flags is not None:
                 mine = torch.frombuffer(flags, dtype=torch.uint8)
                 of_all = mine.new_empty(size, len(flags))
-                works.append(all_gather(self._ranks.group, as_bytes(of_all), mine))
+                works.append(all_gather(self.ranks.group, as_bytes(of_all), mine))
             self._transport.exchange(out, parts, works)
             if then is not None:
                 then()
@@ -146,11 +146,11 @@ class Collectives:
             into: to receive into: as `partial`, whose type travels. flags: each byte becomes the bitwise or of those of all ranks.
         """
         assert out.dtype is torch.float32
-        assert partial.numel() == self._ranks.size * out.numel()
-        rows = into.view(self._ranks.size, -1)
+        assert partial.numel() == self.ranks.size * out.numel()
+        rows = into.view(self.ranks.size, -1)
 
         def add() -> None:
-            sum_in_rank_order(out, rows, averaged=self._ranks.averaged)
+            sum_in_rank_order(out, rows, averaged=self.ranks.averaged)
 
         return self.exchange(into, partial, what, flags=flags, kind="reduce", then=add)
 
@@ -167,7 +167,7 @@ class Collectives:
         while within_s < math.inf and not ticket.done:
             if patience.is_over:
                 reason = f"{self.me} was about to agree {what}, and the others were not within {within_s:g} s"
-                raise self._failed(News((self._ranks.rank,), what, reason))
+                raise self._failed(News((self.ranks.rank,), what, reason))
             time.sleep(_LONGEST_PAUSE_S)
         ticket.wait()
         return [pickle.loads(theirs) for theirs in values]  # noqa: S301  (of ranks of this program)
@@ -198,15 +198,15 @@ class Collectives:
         self._queue.put(None)
         self._watch.leave("close()" if not reason else "exit", reason or f"{self.me} has closed its session")
         self._thread.join(1)
-        self._ranks.close(abandons=bool(ends or self._given_up) or self._thread.is_alive())
-        if self._ranks.rank > 0:
+        self.ranks.close(abandons=bool(ends or self._given_up) or self._thread.is_alive())
+        if self.ranks.rank > 0:
             atexit.unregister(self._leave_at_exit)
 
     def _leave_at_exit(self) -> None:
         error = getattr(sys, "last_value", None)
         how = f" after {type(error).__name__}: {error}" if error is not None else ""
         self.close(f"{self.me} has ended{how}")
-        if self._ranks.rank == 0 and os.getpid() == self._process:
+        if self.ranks.rank == 0 and os.getpid() == self._process:
             time.sleep(2 * self._poll_s)  # the others read the news: the store ends with the process that holds it
 
     def _issue(self, kind: str, what: str, detail: str, act: Task) -> Ticket:
@@ -225,7 +225,7 @@ class Collectives:
 
     def _open(self) -> None:
         try:
-            self._ranks.open(timeout_s=self._timeout_s + _MORE_THAN_OURS_S)
+            self.ranks.open(timeout_s=self._timeout_s + _MORE_THAN_OURS_S)
         except RuntimeError as error:  # another rank may have gone, which says why
             raise self._broken(0, error) from error
         self._watch.meet()
@@ -253,7 +253,7 @@ class Collectives:
             # Where it is of this rank alone, the others have to know.
             if not self._closed and self._watch.failure_of(collective.number) is None:
                 reason = f"{self.me} failed: {type(error).__name__}: {error}"
-                self._watch.note(News((self._ranks.rank,), collective.text, reason))
+                self._watch.note(News((self.ranks.rank,), collective.text, reason))
         else:
             at.done, at.doing = collective.number, ""
             _set(collective.end, None)
@@ -266,7 +266,7 @@ class Collectives:
             return
         ranks_of = {row: [rank for rank, theirs in enumerate(rows) if theirs == row] for row in dict.fromkeys(rows)}
         texts = {row: row[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace") for row in ranks_of}
-        said = [f"{self._ranks.names(ranks_of[row])}: {text}" for row, text in texts.items()]
+        said = [f"{self.ranks.names(ranks_of[row])}: {text}" for row, text in texts.items()]
         most = max(ranks_of, key=lambda row: len(ranks_of[row]))  # the first of those
         reason = (
             f"ranks were about to do different things, and nothing was exchanged: {some(said, most=8, separator='; ')}. All ranks call"
@@ -278,8 +278,8 @@ class Collectives:
     def _gather_bytes(self, row: bytes) -> list[bytes]:
         """The bytes of all ranks, as many of each, and not none."""
         mine = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-        rows = mine.new_empty(self._ranks.size, len(row))
-        self._finish(all_gather(self._ranks.group, as_bytes(rows), mine))
+        rows = mine.new_empty(self.ranks.size, len(row))
+        self._finish(all_gather(self.ranks.group, as_bytes(rows), mine))
         return [theirs.numpy().tobytes() for theirs in rows]
 
     def _finish(self, *works: dist.Work) -> None:
@@ -299,7 +299,7 @@ class Collectives:
                 work.wait()  # for what it raises
         except (RankError, StateError, RuntimeError) as error:
             self._given_up.append(works)
-            self._ranks.abort()
+            self.ranks.abort()
             if isinstance(error, RankError | StateError):
                 raise
             raise self._broken(number, error) from error

@@ -25,6 +25,7 @@ BLOCK_NUMEL = 1 << 16
 """Elements that are widened at once: scratch that stays in a core's cache."""
 
 GRAIN_NUMEL = 1 << 15  # that torch gives a thread at least
+_LEAST_NUMEL = 1 << 10
 
 _HALF = 0x8000
 _NAN = 0x7FC00000
@@ -34,6 +35,11 @@ def blocks(numel: int, *, of: int = BLOCK_NUMEL) -> Iterator[slice]:
     """Slices of so many elements at a time, the last one shorter."""
     for start in range(0, numel, of):
         yield slice(start, min(start + of, numel))
+
+
+def block_numel(numel: int, *, most: int) -> int:
+    """Elements of so many that a pass takes at once on a device: a quarter, so that scratch is little beside the chunks, but no tiny blocks."""
+    return min(most, max(_LEAST_NUMEL, numel // 4))
 
 
 def scaled_blocks(piece: Tensor, factors: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -12,9 +12,10 @@ import torch
 from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.core.norm_tree import BLOCK_NUMEL, ROW_NUMEL, tree_rows
 from patrickstar.optim.masters import scaled_blocks
-from patrickstar.optim.scratch import tree_numel
 
-_BLOCKS = 4  # summed at once: 12 bytes of scratch an element, 3 MiB; more are faster only by more threads
+_MOST_NUMEL = (
+    4 * BLOCK_NUMEL
+)  # summed at once: 12 bytes of scratch an element, 3 MiB; more are faster only by more threads
 
 
 class GlobalNorm:
@@ -37,8 +38,7 @@ class GlobalNorm:
         self._take_scratch(largest)
 
     def _take_scratch(self, largest: int | None) -> None:
-        most = _BLOCKS * BLOCK_NUMEL
-        numel = most if largest is None else tree_numel(largest, most=most)
+        numel = _MOST_NUMEL if largest is None else _tree_numel(largest)
         self._squares = torch.empty(numel, dtype=torch.float64, device=self._device)
         self._scratch = torch.empty(numel // 2, dtype=torch.float64, device=self._device)
         self._has_cut = False  # a block, which ends a tensor
@@ -72,11 +72,11 @@ class GlobalNorm:
     @staticmethod
     def scratch_bytes(largest: int, tensors: int) -> int:
         """The most bytes that a norm of so many tensors takes of a device, the largest of so many elements."""
-        numel = tree_numel(largest, most=_BLOCKS * BLOCK_NUMEL)
+        numel = _tree_numel(largest)
         # The block before is there until the next one is made.
         scaled = min(largest, BLOCK_NUMEL), min(max(0, largest - BLOCK_NUMEL), BLOCK_NUMEL)
         # Blocks are added up in groups, whose numbers are kept.
-        groups = tensors * (2 + largest // (_BLOCKS * BLOCK_NUMEL))
+        groups = tensors * (2 + largest // _MOST_NUMEL)
         taken = 8 * numel, 4 * numel, 8 * groups, *(4 * block for block in scaled)
         return sum(map(cuda_block_bytes, taken)) + (groups + 3) * cuda_block_bytes(1)
 
@@ -85,19 +85,18 @@ class GlobalNorm:
         filled, self._filled = self._filled, 0
         blocks, rest = divmod(filled, BLOCK_NUMEL)
         if blocks:
-            self._numbers.append(self._trees(0, blocks, BLOCK_NUMEL // ROW_NUMEL))
+            squares = self._squares[: blocks * BLOCK_NUMEL].square_()
+            self._numbers.append(self._sums(squares, blocks, BLOCK_NUMEL // ROW_NUMEL))
         self._has_cut = bool(rest)
         if rest:
             # Rows of zeros add nothing: a tree of fewer rows has the same sum.
-            rows, start = tree_rows(rest), blocks * BLOCK_NUMEL
-            self._squares[filled : start + rows * ROW_NUMEL].zero_()
-            self._numbers.append(self._trees(start, 1, rows))
-
-    def _trees(self, start: int, blocks: int, rows: int) -> torch.Tensor:
-        """The sums of some blocks of so many rows each, a power of two, that lie there."""
-        return self._sums(self._squares[start : start + blocks * rows * ROW_NUMEL].square_(), blocks, rows)
+            rows = tree_rows(rest)
+            squares = self._squares[blocks * BLOCK_NUMEL :][: rows * ROW_NUMEL]
+            squares[rest:].zero_()
+            self._numbers.append(self._sums(squares.square_(), 1, rows))
 
     def _sums(self, squares: torch.Tensor, blocks: int, rows: int) -> torch.Tensor:
+        """The sums of some blocks of so many rows each, a power of two."""
         *_, left = self._levels(squares, blocks, rows)
         sums = left[:, 0]
         while sums.shape[1] > 1:
@@ -115,6 +114,11 @@ class GlobalNorm:
             torch.add(left[:, 0::2], left[:, 1::2], out=half)
             left, into, other = half, other, into
             yield left
+
+
+def _tree_numel(numel: int) -> int:
+    """Elements of the smallest tree of squares that has room for a tensor of so many, or the most that there are."""
+    return min(_MOST_NUMEL, ROW_NUMEL * tree_rows(max(1, numel)))
 
 
 def norm_of(numbers: Iterable[float]) -> torch.Tensor:
