@@ -31,11 +31,9 @@ class ManagedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, original: torch.optim.Optimizer, *, target: Any, names: Mapping[int, str]) -> None:
-        """Takes the original's place until `detach()`.
+        """Takes the place of an optimizer that `check_optimizer` accepts, until `detach()`.
 
-        Args:
-            original: an optimizer that `check_optimizer` accepts; target: who updates, an `OptimizerTarget`; None: nobody yet;
-            names: `id(parameter)` -> name, of all parameters of the model.
+        `target`: who updates, an `OptimizerTarget`; None: nobody yet. `names`: `id(parameter)` -> name, of all parameters of the model.
         """
         # Not Optimizer.__init__, which makes groups of its own: what unpickling calls sets up hooks and nothing else.
         self.__setstate__({"defaults": original.defaults})

@@ -77,11 +77,9 @@ def rest_type(weight: torch.dtype) -> torch.dtype:
 
 
 def split(master: Tensor, weight: Tensor, rest: Tensor, *, scratch: Tensor | None = None) -> None:
-    """Writes a master into its two parts.
+    """Writes an fp32 master into its parts: a bf16 or fp16 weight, and a rest of that one's `rest_type`. All contiguous and of one length.
 
-    Args:
-        master: fp32. weight: bf16 or fp16. rest: of the `rest_type` of that. scratch: int32, to be written over; made where there is none. All
-            contiguous and of one length.
+    `scratch`: int32, to be written over; made where there is none.
     """
     bits = master.view(torch.int32)
     # On the host one pass, where looking for NaN takes ten: a finite sum has none. A device would have to be waited for.
