@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar
 
@@ -18,7 +19,7 @@ from patrickstar.parallel.group import MeshGroup, digest
 from patrickstar.parallel.kernels import autocast
 from patrickstar.parallel.layouts import TokenLayout
 from patrickstar.parallel.ring import Ring
-from patrickstar.parallel.strips import Strips
+from patrickstar.parallel.strips import StripAttention, Strips
 from patrickstar.parallel.swapped_heads import SwappedHeads
 from patrickstar.parallel.token_losses import mean_alone, mean_over, token_losses
 from patrickstar.parallel.transformer_models import Parallelized, refuse_unknown
@@ -79,7 +80,7 @@ class ContextParallel:
     def within(self, layer: str) -> ContextParallel:
         """A view of this, whose errors of ranks name a layer."""
         named = copy.copy(self)
-        named.group = self.group.within(layer)
+        named.group = replace(self.group, layer=layer)
         return named
 
     @property
@@ -176,7 +177,8 @@ class ContextParallel:
         if self.method == "ring":
             return Ring(self.group, self._tokens, is_causal, scale)(query, key, value, segments)
         if self.method == "rsa":
-            return Strips(self.group, is_causal, scale, dropout_p)(query, key, value, segments, attn_mask)
+            strips = Strips(self.group, is_causal, scale, dropout_p)
+            return StripAttention.apply(query, key, value, segments, attn_mask, strips)
         return SwappedHeads(self.group, is_causal, scale, dropout_p)(query, key, value, segments)
 
     def cross_entropy(self, logits: Tensor, labels: Tensor, ignore_index: int = IGNORED) -> Tensor:
