@@ -115,8 +115,7 @@ class Collectives:
     ) -> Ticket:
         """Has `out` [p * n] get the pieces of all ranks' `parts` [p * n] that are for this one, in their order.
 
-        Args:
-            flags: each byte becomes the bitwise or of those of all ranks. kind, then: see `reduce`, which does `then` with what has come.
+        `flags`: each byte becomes the bitwise or of those of all ranks. `kind`, `then`: see `reduce`, which does `then` with what has come.
         """
         size = self.ranks.size
         assert (out.numel(), out.dtype) == (parts.numel(), parts.dtype)
@@ -142,8 +141,7 @@ class Collectives:
     ) -> Ticket:
         """Has `out` [n], in fp32, be f(1/n) * (((g0 + g1) + g2) + ...), of the pieces of all ranks' `partial` [p * n] that are this rank's.
 
-        Args:
-            into: to receive into: as `partial`, whose type travels. flags: each byte becomes the bitwise or of those of all ranks.
+        `into`: to receive into, as `partial`, whose type travels. `flags`: as in `exchange`.
         """
         assert out.dtype is torch.float32
         assert partial.numel() == self.ranks.size * out.numel()
@@ -343,8 +341,7 @@ def redistribute(
 ) -> Ticket:
     """Has each rank get its part of `given` [n], and `out` [m] what is for this one, in rank order.
 
-    Args:
-        received, sent: how many elements come from each rank, and go to each, this one included.
+    `received`, `sent`: how many elements come from each rank, and go to each, this one included.
     """
 
     def act() -> None:
