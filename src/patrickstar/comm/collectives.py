@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from patrickstar.comm.ranks import Ranks
 from patrickstar.comm.transport import Transport, as_bytes
-from patrickstar.comm.watch import News, Patience, Watch
+from patrickstar.comm.watch import POLL_S, News, Patience, Watch
 from patrickstar.errors import RankError, StateError, some
 from patrickstar.memory.lanes import Task, Ticket
 from patrickstar.memory.thread_lane import ThreadTicket
@@ -62,20 +62,18 @@ class Collectives:
     After a `RankError` all tickets fail with it, those of later calls, too. Tensors belong to a collective until its ticket is done.
 
     Args:
-        timeout_s: the longest time to wait for other ranks. poll_s: how often the watch looks. kind: of errors about other ranks.
+        timeout_s: the longest time to wait for other ranks. kind: of errors about other ranks.
 
     Attributes:
         ranks: which they are. me: this one, in messages. past: words for what all have done alike so far, which is compared with every collective.
         sent_bytes: data that this rank has sent.
     """
 
-    def __init__(
-        self, ranks: Ranks, *, timeout_s: float = 600.0, poll_s: float = 0.25, kind: type[RankError] = RankError
-    ) -> None:
+    def __init__(self, ranks: Ranks, *, timeout_s: float = 600.0, kind: type[RankError] = RankError) -> None:
         self.sent_bytes = 0
         self.past = ""
         self.ranks = ranks
-        self._timeout_s, self._poll_s = timeout_s, poll_s
+        self._timeout_s = timeout_s
         self._process = os.getpid()
         self.me = ranks.names([ranks.rank])
 
@@ -86,7 +84,7 @@ class Collectives:
         self._closed = False
         self._lock = threading.Lock()
         self._queue: SimpleQueue[_Collective | None] = SimpleQueue()
-        self._watch = Watch(ranks, self._fail_what_cannot_be, poll_s=poll_s, kind=kind)
+        self._watch = Watch(ranks, self._fail_what_cannot_be, kind=kind)
         # A daemon: where torch does not come back, it keeps no program from its end.
         self._thread = threading.Thread(target=self._run, name="patrickstar collectives", daemon=True)
         self._thread.start()
@@ -205,7 +203,7 @@ class Collectives:
         how = f" after {type(error).__name__}: {error}" if error is not None else ""
         self.close(f"{self.me} has ended{how}")
         if self.ranks.rank == 0 and os.getpid() == self._process:
-            time.sleep(2 * self._poll_s)  # the others read the news: the store ends with the process that holds it
+            time.sleep(2 * POLL_S)  # the others read the news: the store ends with the process that holds it
 
     def _issue(self, kind: str, what: str, detail: str, act: Task) -> Ticket:
         end: Future[None] = Future()
