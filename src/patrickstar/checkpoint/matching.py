@@ -29,15 +29,6 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A tensor of the model, and all keys of the state dict that it stands under; the first is the one it is known by."""
-
-    keys: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
 class Origin:
     """The source of a tensor: the tensor `parts[0]` of the files as it is, or with `patterns` a conversion to `key` of all parts.
 
@@ -68,12 +59,15 @@ class Match:
     unexpected: tuple[str, ...]
 
 
-def match(files: WeightFiles, wanted: Sequence[Wanted], naming: Naming) -> Match:
-    """The origin of every tensor of a model in some files. CheckpointError: a rule above does not hold, for the tensors named; or nothing fits."""
-    by_key = {key: one for one in wanted for key in one.keys}
+def match(files: WeightFiles, tensors: Mapping[tuple[str, ...], Tensor], naming: Naming) -> Match:
+    """The origin in some files of a model's tensors, by all keys that each has in the state dict; it is known by the first.
+
+    CheckpointError: a rule above does not hold, for the tensors that the message names; or nothing fits at all.
+    """
+    by_key = {key: tensor for keys, tensor in tensors.items() for key in keys}
     found, unexpected = _origins(files, by_key, naming)
-    given = {one.keys[0]: [key for key in one.keys if key in found] for one in wanted}
-    problems = [problem for one in wanted for key in given[one.keys[0]] for problem in _misfit(key, found[key], one)]
+    given = {keys[0]: [key for key in keys if key in found] for keys in tensors}
+    problems = [problem for key in by_key if key in found and (problem := _misfit(key, found[key], by_key[key]))]
     origins = {name: found[keys[0]] for name, keys in given.items() if keys}
     if problems:
         raise CheckpointError(
@@ -94,7 +88,7 @@ def match(files: WeightFiles, wanted: Sequence[Wanted], naming: Naming) -> Match
     )
 
 
-def _origins(files: WeightFiles, by_key: Mapping[str, Wanted], naming: Naming) -> tuple[dict[str, Origin], list[str]]:
+def _origins(files: WeightFiles, by_key: Mapping[str, Tensor], naming: Naming) -> tuple[dict[str, Origin], list[str]]:
     """Origins by key of the model, and the names in the files that nothing takes."""
     found: dict[str, Origin] = {}
     unexpected: list[str] = []
@@ -134,17 +128,17 @@ def _add(found: dict[str, Origin], files: WeightFiles, key: str, given: Origin) 
     found[key] = given
 
 
-def _misfit(key: str, origin: Origin, one: Wanted) -> list[str]:
+def _misfit(key: str, origin: Origin, one: Tensor) -> str:
     name = key if origin.parts == (key,) else f"{key} (from {some(origin.parts, most=_SHOWN)})"
     if origin.shape != one.shape:
-        return [f"{name} has shape {list(origin.shape)} in the files, {list(one.shape)} in the model"]
+        return f"{name} has shape {list(origin.shape)} in the files, {list(one.shape)} in the model"
     dtype = origin.dtype
     if dtype == one.dtype or (dtype in _FLOATS and one.dtype in _FLOATS):
-        return []
+        return ""
     if dtype in _INTEGERS and one.dtype in _INTEGERS and torch.promote_types(dtype, one.dtype) == one.dtype:
-        return []
+        return ""
     quantised = ", which is quantised: give weights that are not" if one.dtype in _FLOATS else ""
-    return [f"{name} is {dtype} in the files, {one.dtype} in the model{quantised}"]
+    return f"{name} is {dtype} in the files, {one.dtype} in the model{quantised}"
 
 
 def _expect_same(files: WeightFiles, naming: Naming, one: Origin, other: Origin) -> None:
