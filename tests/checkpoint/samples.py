@@ -9,13 +9,14 @@ import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import strategies as st
 
+from patrickstar.checkpoint import staged_files, storage
 from patrickstar.checkpoint.format import seal
 from patrickstar.checkpoint.reader import StepReader
-from patrickstar.checkpoint.storage import write_step
 from patrickstar.checkpoint.tensors import DTYPES, TensorEntry
 
 ENTRIES = st.lists(
@@ -70,14 +71,10 @@ def write(directory: Path, step: int, tensors: Mapping[str, torch.Tensor] | None
     """A checkpoint of `sample(step)`, in small files and small blocks."""
     tensors = sample(step) if tensors is None else tensors
     options.setdefault("extra", {"epoch": step, "order": torch.arange(step, step + 5), "betas": (0.9, 0.999)})
-    return write_step(
-        directory,
-        step,
-        entries=entries_of(tensors),
-        read=lambda name: in_pieces(tensors[name]),
-        parameters={name: tuple(tensor.shape) for name, tensor in tensors.items() if "." in name and "/" not in name},
-        **{"state": {"lr": 1e-3}, "shard_bytes": SHARD_BYTES, "block_bytes": 4096, **options},
-    )
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if "." in name and "/" not in name}
+    options = {"state": {"lr": 1e-3}, "read": lambda name: in_pieces(tensors[name]), "parameters": shapes, **options}
+    with mock.patch.object(storage, "SHARD_BYTES", SHARD_BYTES), mock.patch.object(staged_files, "BLOCK_BYTES", 4096):
+        return storage.write_step(directory, step, entries=entries_of(tensors), **options)
 
 
 def contents(reader: StepReader) -> dict[str, torch.Tensor]:

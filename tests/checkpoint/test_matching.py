@@ -12,10 +12,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from patrickstar.checkpoint.matching import Match, Wanted, match
+from patrickstar.checkpoint.matching import Match, match
 from patrickstar.checkpoint.naming import Naming
 from patrickstar.checkpoint.weight_files import WeightFiles
 from patrickstar.errors import CheckpointError
+
+Wanted = dict[tuple[str, ...], Tensor]
 
 
 class Stacking(Naming):
@@ -39,11 +41,12 @@ def files_of(path: Path, tensors: Mapping[str, Tensor]) -> WeightFiles:
 
 
 def wanted(*keys: str, shape: tuple[int, ...] = (4,), dtype: torch.dtype = torch.float32) -> Wanted:
-    return Wanted(keys, shape, dtype)
+    return {keys: torch.empty(shape, dtype=dtype, device="meta")}
 
 
 def matched(path: Path, tensors: Mapping[str, Tensor], *tensors_wanted: Wanted, naming: Any = None) -> Match:
-    return match(files_of(path, tensors), tensors_wanted, naming or Naming())
+    by_keys = {keys: tensor for one in tensors_wanted for keys, tensor in one.items()}
+    return match(files_of(path, tensors), by_keys, naming or Naming())
 
 
 def test_what_either_side_lacks_is_told_and_the_rest_is_taken(tmp_path):
@@ -105,14 +108,13 @@ def test_a_conversion_is_checked_by_what_it_gives(tmp_path):
     rows = {f"row.{number}": torch.full((4,), float(number)) for number in range(3)}
     files = files_of(tmp_path, rows | {"old": torch.ones(1)})
     naming = Stacking()
-    found = match(files, [wanted("stack", shape=(3, 4))], naming)
+    found = match(files, wanted("stack", shape=(3, 4)), naming)
     assert found.origins["stack"].read(files, naming)[:, 0].tolist() == [0, 1, 2]
     assert not found.unexpected
     with pytest.raises(CheckpointError, match=r"stack \(from row.0, row.1, row.2\) has shape \[3, 4\] in the files"):
-        match(files, [wanted("stack", shape=(4, 4))], naming)
-    assert match(files, [wanted("stack", shape=(3, 4)), wanted("old", shape=(1,)), wanted("new")], naming).missing == (
-        "new",
-    )
+        match(files, wanted("stack", shape=(4, 4)), naming)
+    tensors = wanted("stack", shape=(3, 4)) | wanted("old", shape=(1,)) | wanted("new")
+    assert match(files, tensors, naming).missing == ("new",)
 
 
 def test_a_conversion_that_cannot_be_is_refused(tmp_path):
@@ -121,10 +123,6 @@ def test_a_conversion_that_cannot_be_is_refused(tmp_path):
 
 
 def test_two_tensors_for_one_place_are_refused(tmp_path):
+    tensors = {"row.0": torch.ones(4), "stack": torch.ones(1, 4)}
     with pytest.raises(CheckpointError, match="'stack' and 'row.0' are both stack"):
-        matched(
-            tmp_path,
-            {"row.0": torch.ones(4), "stack": torch.ones(1, 4)},
-            wanted("stack", shape=(1, 4)),
-            naming=Stacking(),
-        )
+        matched(tmp_path, tensors, wanted("stack", shape=(1, 4)), naming=Stacking())

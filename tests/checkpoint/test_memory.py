@@ -11,7 +11,7 @@ import sys, torch
 from pathlib import Path
 from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.checkpoint.reader import open_step
-from patrickstar.checkpoint.storage import write_step
+from patrickstar.checkpoint import storage
 
 def high_water():
     status = Path("/proc/self/status").read_text()
@@ -23,6 +23,7 @@ def reset():
 
 MiB = 1 << 20
 numel = 8 * MiB
+storage.SHARD_BYTES = 50 * MiB
 slot = torch.zeros(MiB)
 
 def read(name):
@@ -33,8 +34,8 @@ directory = Path(sys.argv[1])
 for size in (1024, numel):  # the small one first: imports and threads are not what is measured
     entries = [TensorEntry(name, torch.float32, (size,)) for name in ("a", "b")]
     before = reset()
-    write_step(directory, 1, entries=entries, read=read if size == numel else lambda name: [torch.zeros(size)],
-               parameters={"a": (size,), "b": (size,)}, shard_bytes=50 * MiB)
+    storage.write_step(directory, 1, entries=entries, read=read if size == numel else lambda name: [torch.zeros(size)],
+                       parameters={"a": (size,), "b": (size,)})
     written = high_water() - before
     before = reset()
     with open_step(directory) as reader:

@@ -243,7 +243,7 @@ def ends_inside(made: Collectives, end: Callable[[], None], *, is_me: bool) -> N
     send = transport.broadcast
 
     def ends_here(group: Any, piece: torch.Tensor, root: int) -> Any:
-        if group is made._ranks.group and is_me and root == 1:  # some of it has been sent
+        if group is made.ranks.group and is_me and root == 1:  # some of it has been sent
             end()
         return send(group, piece, root)
 

@@ -68,7 +68,7 @@ LONG_SEQUENCES: tuple[Mutant, ...] = (
     Fault("a zigzag sees the late half of what comes before", "parallel.layouts:TokenLayout.block").by(
         replace("slice(local // 2)", "slice(local // 2, None)"), OF_TWO
     ),
-    Fault("strips of exact softmax see what comes later on other ranks", "parallel.strips:_StripAttention.forward").by(
+    Fault("strips of exact softmax see what comes later on other ranks", "parallel.strips:StripAttention.forward").by(
         without("strips.group.rank * local"), OF_TWO
     ),
     Fault("key heads are copied in another order", "parallel.swapped_heads:SwappedHeads.__call__").by(

@@ -127,11 +127,11 @@ RANKS: tuple[Mutant, ...] = (
         replace("first_whole <= row < end_whole", "True"),
         f"{TREE}::test_subtrees_are_aligned_disjoint_and_as_large_as_they_can_be",
     ),
-    Fault("sums of subtrees are put one after the other", "optim.shared_norm:SharedNorm._whole").by(
+    Fault("sums of subtrees are put one after the other", "optim.norm:SharedNorm._whole").by(
         replace("[row for row, _ in share.subtrees]", "list(range(len(share.subtrees)))"),
         f"{SHARED}::test_every_rank_has_the_sums_of_one",
     ),
-    Fault("the rows of a rank take the place of another's", "optim.shared_norm:SharedNorm._whole").by(
+    Fault("the rows of a rank take the place of another's", "optim.norm:SharedNorm._whole").by(
         replace("area.view(-1, ROW_NUMEL).index_add_", "area.view(-1, ROW_NUMEL).index_copy_"),
         f"{SHARED}::test_cuts_may_go_through_a_row[2-16]",
     ),

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from patrickstar.core.layout import TensorSpec, build_layout
 from patrickstar.core.norm_tree import BLOCK_NUMEL, shares_by_rank
 from patrickstar.core.shard_layout import shard_of
-from patrickstar.optim.norm import GlobalNorm
-from patrickstar.optim.shared_norm import SharedNorm
+from patrickstar.optim.norm import GlobalNorm, SharedNorm
 from tests.optim.test_norm import added, gradients
 
 

@@ -29,23 +29,16 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A tensor of the model, and all keys of the state dict that it stands under; the first is the one it is known by."""
-
-    keys: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
 class Origin:
     """The source of a tensor: the tensor `parts[0]` of the files as it is, or with `patterns` a conversion to `key` of all parts.
 
-    `made`: the key of what the conversion gives that is wanted here.
+    `shape`, `dtype`: of what comes of it. `made`: the key of what the conversion gives that is wanted here.
     """
 
     key: str
     parts: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     patterns: tuple[str, ...] = ()
     made: str = ""
 
@@ -66,17 +59,16 @@ class Match:
     unexpected: tuple[str, ...]
 
 
-def match(files: WeightFiles, wanted: Sequence[Wanted], naming: Naming) -> Match:
-    """The origin of every tensor of a model in some files.
+def match(files: WeightFiles, tensors: Mapping[tuple[str, ...], Tensor], naming: Naming) -> Match:
+    """The origin in some files of a model's tensors, by all keys that each has in the state dict; it is known by the first.
 
-    Raises:
-        CheckpointError: one of the rules above does not hold; the message names tensors, shapes and types. Nothing fits at all.
+    CheckpointError: a rule above does not hold, for the tensors that the message names; or nothing fits at all.
     """
-    by_key = {key: one for one in wanted for key in one.keys}
+    by_key = {key: tensor for keys, tensor in tensors.items() for key in keys}
     found, unexpected = _origins(files, by_key, naming)
-    given = {one.keys[0]: [key for key in one.keys if key in found] for one in wanted}
-    problems = [problem for one in wanted for key in given[one.keys[0]] for problem in _misfit(key, *found[key], one)]
-    origins = {name: found[keys[0]][0] for name, keys in given.items() if keys}
+    given = {keys[0]: [key for key in keys if key in found] for keys in tensors}
+    problems = [problem for key in by_key if key in found and (problem := _misfit(key, found[key], by_key[key]))]
+    origins = {name: found[keys[0]] for name, keys in given.items() if keys}
     if problems:
         raise CheckpointError(
             f"{files.path}: weights of another model, nothing was loaded: {some(problems, most=_SHOWN, separator='; ')}"
@@ -88,7 +80,7 @@ def match(files: WeightFiles, wanted: Sequence[Wanted], naming: Naming) -> Match
         )
     for name, keys in given.items():
         for key in keys[1:]:
-            _expect_same(files, naming, origins[name], found[key][0])
+            _expect_same(files, naming, origins[name], found[key])
     return Match(
         MappingProxyType(origins),
         tuple(key for key in given if key not in origins and not naming.missing.search(key)),
@@ -96,13 +88,9 @@ def match(files: WeightFiles, wanted: Sequence[Wanted], naming: Naming) -> Match
     )
 
 
-_Given = tuple[Origin, tuple[int, ...], torch.dtype]
-_Found = dict[str, _Given]
-
-
-def _origins(files: WeightFiles, by_key: Mapping[str, Wanted], naming: Naming) -> tuple[_Found, list[str]]:
-    """Origin, shape and type by key of the model, and the names in the files that nothing takes."""
-    found: _Found = {}
+def _origins(files: WeightFiles, by_key: Mapping[str, Tensor], naming: Naming) -> tuple[dict[str, Origin], list[str]]:
+    """Origins by key of the model, and the names in the files that nothing takes."""
+    found: dict[str, Origin] = {}
     unexpected: list[str] = []
     groups: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
     for name, key, pattern in naming.renamed(files.spans, by_key):
@@ -112,12 +100,12 @@ def _origins(files: WeightFiles, by_key: Mapping[str, Wanted], naming: Naming) -
             groups[key].append((name, pattern))
         else:
             span = files.spans[name]
-            _add(found, files, key, (Origin(key, (name,)), span.shape, span.dtype))
+            _add(found, files, key, Origin(key, (name,), span.shape, span.dtype))
     for key, parts in groups.items():
         names, patterns = tuple(name for name, _ in parts), tuple(pattern for _, pattern in parts)
         for made, tensor in _sketch(files, key, parts, naming).items():
             if made in by_key:
-                _add(found, files, made, (Origin(key, names, patterns, made), tuple(tensor.shape), tensor.dtype))
+                _add(found, files, made, Origin(key, names, tuple(tensor.shape), tensor.dtype, patterns, made))
     return found, unexpected
 
 
@@ -133,23 +121,24 @@ def _sketch(files: WeightFiles, key: str, parts: Sequence[tuple[str, str]], nami
         ) from problem
 
 
-def _add(found: _Found, files: WeightFiles, key: str, given: _Given) -> None:
+def _add(found: dict[str, Origin], files: WeightFiles, key: str, given: Origin) -> None:
     if key in found:
-        names = f"{found[key][0].parts[0]!r} and {given[0].parts[0]!r}"
+        names = f"{found[key].parts[0]!r} and {given.parts[0]!r}"
         raise CheckpointError(f"{files.path}: {names} are both {key} of the model")
     found[key] = given
 
 
-def _misfit(key: str, origin: Origin, shape: tuple[int, ...], dtype: torch.dtype, one: Wanted) -> list[str]:
+def _misfit(key: str, origin: Origin, one: Tensor) -> str:
     name = key if origin.parts == (key,) else f"{key} (from {some(origin.parts, most=_SHOWN)})"
-    if shape != one.shape:
-        return [f"{name} has shape {list(shape)} in the files, {list(one.shape)} in the model"]
+    if origin.shape != one.shape:
+        return f"{name} has shape {list(origin.shape)} in the files, {list(one.shape)} in the model"
+    dtype = origin.dtype
     if dtype == one.dtype or (dtype in _FLOATS and one.dtype in _FLOATS):
-        return []
+        return ""
     if dtype in _INTEGERS and one.dtype in _INTEGERS and torch.promote_types(dtype, one.dtype) == one.dtype:
-        return []
+        return ""
     quantised = ", which is quantised: give weights that are not" if one.dtype in _FLOATS else ""
-    return [f"{name} is {dtype} in the files, {one.dtype} in the model{quantised}"]
+    return f"{name} is {dtype} in the files, {one.dtype} in the model{quantised}"
 
 
 def _expect_same(files: WeightFiles, naming: Naming, one: Origin, other: Origin) -> None:

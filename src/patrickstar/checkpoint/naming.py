@@ -50,8 +50,7 @@ class Naming:
         self.unexpected = _pattern_of(unexpected)
 
     def renamed(self, names: Iterable[str], keys: Collection[str]) -> Iterator[tuple[str, str, str | None]]:
-        """(name, key, pattern): the key a tensor goes to, if it is among `keys`. A pattern says that the tensor is converted on the way, with
-        all others of that key."""
+        """(name, key, pattern): the key a tensor goes to, if among `keys`; with a pattern it is converted on the way, with all others of that key."""
         loading = self._loading
         # In the library's order: parts of a conversion are put together in it.
         for name in names if loading is None else sorted(names, key=loading.dot_natural_key):
@@ -97,11 +96,7 @@ def own_keys(model: nn.Module, tensors: Iterable[tuple[str, ...]]) -> dict[tuple
 
 
 def describe(model: Any, dtype: torch.dtype, directory: Path) -> None:
-    """Writes the files that `from_pretrained` needs beside the weights, whose type is `dtype`. None for a model of no library.
-
-    Raises:
-        ConfigError: the library refuses to save what the model has.
-    """
+    """Writes what `from_pretrained` needs beside weights of type `dtype`; nothing for a model of no library. ConfigError: the library refuses to."""
     if not _is_of_transformers(model):
         return
     config = copy.deepcopy(model.config)

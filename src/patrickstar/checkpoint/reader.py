@@ -42,12 +42,9 @@ class StepReader(TensorFiles):
     """One checkpoint. `step`: the step that it is of."""
 
     def __init__(self, path: Path, *, io: FileIO = FileIO(), advice: Callable[[], str] = str) -> None:  # noqa: B008  (frozen)
-        """Opens the directory of one step; `open_step` also finds it.
+        """Opens the directory of one step; `open_step` also finds it. CheckpointError: rule (1) or (2) does not hold.
 
-        Args:
-            advice: what to add to the error when the step turns out to be damaged.
-        Raises:
-            CheckpointError: rule (1) or (2) does not hold.
+        `advice`: what to add to the error when the step turns out to be damaged.
         """
         super().__init__(path, io=io, changed="changed while the checkpoint was open")
         self._advice = advice

@@ -55,9 +55,7 @@ def restore(tree: object, device: torch.device | None = None) -> None:
     """Set the global generators to what `capture` found. A generator that the tree does not have keeps its state.
 
     The state of a device's generator goes to that of `device`; without one it is left, which a warning says.
-
-    Raises:
-        CheckpointError: it is no such tree; no generator was changed.
+    CheckpointError: it is no such tree; no generator was changed.
     """
     check(tree, device)
     if "device" in _set(tree, device) and device is None:

@@ -35,10 +35,7 @@ def plan_shards(entries: Sequence[TensorEntry], *, shard_bytes: int) -> tuple[Sh
     """Files of at most `shard_bytes` of tensors each (a larger tensor has one to itself), stem by stem.
 
     Within a stem the order is kept, but wider types come first: the format has no padding between tensors, and a reader
-    that maps the file could not view one whose bytes begin off its type's alignment.
-
-    Raises:
-        ConfigError: a name or a type that safetensors does not have.
+    that maps the file could not view one whose bytes begin off its type's alignment. ConfigError: safetensors has no such name or type.
     """
     assert len({entry.name for entry in entries}) == len(entries), "a tensor is given twice"
     stems: dict[str, list[TensorEntry]] = {}
@@ -66,9 +63,6 @@ def plan_shards(entries: Sequence[TensorEntry], *, shard_bytes: int) -> tuple[Sh
     return tuple(shards)
 
 
-Rounds = Callable[[Sequence[Sequence[str]]], AbstractContextManager[None]]
-
-
 @dataclass(frozen=True, slots=True)
 class Writers:
     """Ranks that write together, or one process by itself.
@@ -79,7 +73,7 @@ class Writers:
     """
 
     all_ranks: AllRanks = AllRanks()  # noqa: RUF009  (frozen)
-    rounds: Rounds = lambda _: nullcontext()
+    rounds: Callable[[Sequence[Sequence[str]]], AbstractContextManager[None]] = lambda _: nullcontext()
     of_first: Collection[str] = ()
 
     def write(

@@ -22,7 +22,7 @@ from patrickstar.errors import DeviceError
 from patrickstar.memory.fileio import ALIGNMENT, Blocks, FileIO, reported, two_blocks, write_whole
 from patrickstar.units import format_bytes
 
-BLOCK_BYTES: Final = 4 << 20
+BLOCK_BYTES: Final = 4 << 20  # of one write, a multiple of 4096
 _PREFIX = ".tmp-"
 _SLACK_BYTES = 1 << 20  # for headers, directories and the file system's own
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -31,12 +31,12 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 class StagedFiles:
     """New files in a directory, one at a time. `records`: the size and checksum of each that is finished."""
 
-    def __init__(self, path: Path, *, io: FileIO, lane: Executor, block_bytes: int) -> None:
+    def __init__(self, path: Path, *, io: FileIO, lane: Executor) -> None:
         self.path = path
         self.records: dict[str, FileRecord] = {}
         self._io = io
         self._lane = lane
-        self._blocks = two_blocks(block_bytes)
+        self._blocks = two_blocks(BLOCK_BYTES)
 
     @contextlib.contextmanager
     def new_file(self, path: Path) -> Iterator[FileWriter]:
@@ -134,14 +134,7 @@ class FileWriter:
 
 @contextlib.contextmanager
 def staged(
-    directory: Path,
-    nbytes: int,
-    *,
-    io: FileIO,
-    what: str,
-    intact: str,
-    block_bytes: int = BLOCK_BYTES,
-    all_ranks: AllRanks = AllRanks(),  # noqa: B008  (frozen)
+    directory: Path, nbytes: int, *, io: FileIO, what: str, intact: str, all_ranks: AllRanks
 ) -> Iterator[StagedFiles]:
     """A directory inside of `directory`, which is made and kept from other writers meanwhile. Of several ranks rank 0 does that, for all.
 
@@ -157,7 +150,7 @@ def staged(
         path = directory / name
         all_ranks.do(f"{what}: a look at its place", lambda: _expect_there(path, io))
         lane = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="patrickstar-checkpoint"))
-        yield StagedFiles(path, io=io, lane=lane, block_bytes=block_bytes)
+        yield StagedFiles(path, io=io, lane=lane)
 
 
 @contextlib.contextmanager

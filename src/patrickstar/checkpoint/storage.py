@@ -30,13 +30,13 @@ from patrickstar.checkpoint.extra import Saved, take_values, write_values
 from patrickstar.checkpoint.format import INDEX_NAME, LATEST_NAME, OLD_PREFIX, VALUES_NAME, Index, encode_index
 from patrickstar.checkpoint.reader import is_complete, step_directories
 from patrickstar.checkpoint.shards import Shard, Writers, plan_shards
-from patrickstar.checkpoint.staged_files import BLOCK_BYTES, aside, remove, staged, sync_directory
+from patrickstar.checkpoint.staged_files import aside, remove, staged, sync_directory
 from patrickstar.checkpoint.tensors import TensorEntry
 from patrickstar.errors import CheckpointError, ConfigError
 from patrickstar.memory.fileio import FileIO, reported
 from patrickstar.units import GIB
 
-SHARD_BYTES = 4 * GIB
+SHARD_BYTES = 4 * GIB  # of tensors in one file, unless one tensor is larger
 
 _log = logging.getLogger("patrickstar")
 
@@ -51,8 +51,6 @@ def write_step(
     state: object = None,
     extra: object = None,
     keep: int | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    block_bytes: int = BLOCK_BYTES,
     io: FileIO | None = None,
     writers: Writers = Writers(),  # noqa: B008  (frozen)
 ) -> Path:
@@ -68,8 +66,6 @@ def write_step(
         parameters: names and shapes of the model, by which `StepReader.require_model` knows it again.
         state, extra: what the session and its user need to go on; what they may hold is said in `extra.py`.
         keep: how many of the newest complete checkpoints stay, this one included; None: all.
-        shard_bytes: bytes of tensors in one file, unless one tensor is larger.
-        block_bytes: bytes of one write, a multiple of 4096.
         writers: all ranks, where there are several: each writes files of its own, in which tensors are whole; values are rank 0's.
     Raises:
         ConfigError: an argument; nothing was touched. CheckpointError: something in `extra` could not be read back; nothing was touched.
@@ -82,7 +78,7 @@ def write_step(
     def prepare() -> tuple[Sequence[Shard], object, int]:
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(f"keep={keep!r}: expected the number of checkpoints to keep, 1 or more, or None for all")
-        shards = plan_shards(entries, shard_bytes=min(shard_bytes, shared_bytes) if all_ranks.size > 1 else shard_bytes)
+        shards = plan_shards(entries, shard_bytes=min(SHARD_BYTES, shared_bytes) if all_ranks.size > 1 else SHARD_BYTES)
         tensors: Saved = {}
         taken = {"state": take_values(state, "state", tensors), "extra": take_values(extra, "extra", tensors)}
         return shards, taken, sum(saved.nbytes for _, saved in tensors.values())
@@ -91,9 +87,7 @@ def write_step(
     shards, taken, values_bytes = all_ranks.do("save_checkpoint(): values and files", prepare)
     nbytes = values_bytes + sum(shard.nbytes for shard in shards)
     intact = "checkpoints taken before are intact"
-    with staged(
-        directory, nbytes, io=io, what=what, intact=intact, block_bytes=block_bytes, all_ranks=all_ranks
-    ) as staging:
+    with staged(directory, nbytes, io=io, what=what, intact=intact, all_ranks=all_ranks) as staging:
         path = staging.path / final.name
 
         def begin() -> int:

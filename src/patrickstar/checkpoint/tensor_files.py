@@ -34,16 +34,14 @@ class TensorFiles:
 
     Args:
         path: what messages call all of them together. changed: what they say of a file that is another one by now.
-        follows_links: whether paths may be links.
     """
 
-    def __init__(self, path: Path, *, io: FileIO, changed: str, follows_links: bool = False) -> None:
+    def __init__(self, path: Path, *, io: FileIO, changed: str) -> None:
         self.path = path
         self.spans: dict[str, Span] = {}
         self.file_of: dict[str, Path] = {}
         self._io = io
         self._changed = changed
-        self._follows_links = follows_links
         self._identities: dict[Path, Identity] = {}
 
         self._open: Source | None = None
@@ -83,7 +81,7 @@ class TensorFiles:
 
     def add(self, path: Path, *, nbytes: int | None = None, has_tensors: bool = True) -> None:
         """Looks at one more file, of `nbytes`, and reads its header where it has tensors. CheckpointError: it cannot be read, or has one twice."""
-        fd, identity = self._opened(path)
+        fd, identity = self.opened(path)
         try:
             if nbytes not in (None, identity[2]):
                 raise CheckpointError(f"{path}: {identity[2]} bytes, was written with {nbytes}")
@@ -100,7 +98,7 @@ class TensorFiles:
         """A file that has been looked at, opened if it is not yet. CheckpointError: it cannot be opened, or is another one by now."""
         if self._open is None or self._open.path != path:
             self._close_file()
-            fd, identity = self._opened(path)
+            fd, identity = self.opened(path)
             if identity != self._identities[path]:
                 self._io.close(fd)
                 raise CheckpointError(f"{path}: {self._changed}")
@@ -128,8 +126,9 @@ class TensorFiles:
         except KeyError:
             raise CheckpointError(f"{self.path}: holds no tensor {name!r}") from None
 
-    def _opened(self, path: Path) -> tuple[int, Identity]:
-        return open_file(Path(os.path.realpath(path)) if self._follows_links else path, self._io)
+    def opened(self, path: Path) -> tuple[int, Identity]:
+        """A file's descriptor and identity, as `open_file` gives them."""
+        return open_file(path, self._io)
 
     def _close_file(self) -> None:
         if self._open is not None:

@@ -36,11 +36,7 @@ DTYPE_CODES = MappingProxyType({dtype: code for code, dtype in DTYPES.items()})
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a checkpoint, before the tensor's bytes are known.
-
-    `stem` is the family of files it goes to: tensors of the stem "weights" lie in `weights-00001-of-00003.safetensors`
-    and so on, and nothing else lies there.
-    """
+    """One tensor of a checkpoint, before its bytes are known. Those of one stem lie in `STEM-00001-of-00003.safetensors` and so on, no others."""
 
     name: str
     dtype: torch.dtype

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from patrickstar.checkpoint.format import INDEX_NAME, LATEST_NAME, MOST_INDEX_BYTES
-from patrickstar.checkpoint.tensor_files import TensorFiles, read_small
+from patrickstar.checkpoint.tensor_files import Identity, TensorFiles, read_small
 from patrickstar.config.json_file import parse_json
 from patrickstar.config.kinds import OBJECT, Kind
 from patrickstar.errors import CheckpointError
@@ -38,7 +38,7 @@ class WeightFiles(TensorFiles):
 
     def __init__(self, path: Path, *, io: FileIO = FileIO()) -> None:  # noqa: B008  (frozen)
         """Opens the files. Raises CheckpointError: there are no files, or they are not what their headers and their index say."""
-        super().__init__(path, io=io, changed="changed while weights were read from it", follows_links=True)
+        super().__init__(path, io=io, changed="changed while weights were read from it")
         weight_map, paths = _find(path, io)
         for file in paths:
             self.add(file)
@@ -47,6 +47,9 @@ class WeightFiles(TensorFiles):
                 raise CheckpointError(
                     f"{path}: the index has tensor {name!r} in {shard}, which does not hold it: files of different models"
                 )
+
+    def opened(self, path: Path) -> tuple[int, Identity]:
+        return super().opened(_real(path))
 
 
 def _find(path: Path, io: FileIO) -> tuple[Mapping[str, str], list[Path]]:

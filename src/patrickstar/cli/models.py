@@ -254,13 +254,14 @@ class ModelSource:
 
     def _complete(self, model: nn.Module) -> nn.Module:
         """The model, if its files have all of its tensors: others would be drawn afresh. Else raises ModelError."""
+        from patrickstar.checkpoint.matching import match
         from patrickstar.checkpoint.naming import naming_of
         from patrickstar.checkpoint.weight_files import WeightFiles
-        from patrickstar.session.loading import matched, tensors_of
+        from patrickstar.session.loading import tensors_of
 
         if self.weights is not None:
             with closing(WeightFiles(self.weights)) as files:
-                missing = matched(tensors_of(model), files, naming_of(model)).missing
+                missing = match(files, tensors_of(model), naming_of(model)).missing
             if missing:
                 raise ModelError(
                     f"{self.weights}: {len(missing)} tensors of the model are not in the files, {missing[0]} first"

@@ -102,13 +102,13 @@ class Together:
         from patrickstar.parallel.transformer_models import groups_of
 
         groups = groups_of(model)
-        before = {name: group.sent.imagined for name, group in groups.items()}
+        before = {name: group.sent_bytes(imagined=True) for name, group in groups.items()}
         twin = copy.deepcopy(model)
         batch = self.shard(as_batch(torch.zeros(batch_size, seq_len, dtype=torch.int64)))
         with FakeTensorMode(allow_non_fake_inputs=True):
             twin.to_empty(device="cpu")
             twin(**batch).loss.backward()
-        return {name: group.sent.imagined - before[name] for name, group in groups.items()}
+        return {name: group.sent_bytes(imagined=True) - before[name] for name, group in groups.items()}
 
 
 class Tried(NamedTuple):

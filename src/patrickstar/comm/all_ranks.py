@@ -64,14 +64,12 @@ class AllRanks:
             yield given
         except RankError:
             raise  # from communication itself: all ranks have it
+        except Error as error:
+            problem = told = error
         except Exception as error:
-            problem = error
-            if isinstance(error, Error):
-                told = error
-            else:
-                reason = f"{what} has failed: {type(error).__name__}: {error}"
-                ranks = self.collectives.ranks.numbers([self.rank])
-                told = RankError(reason, ranks=ranks, action=what, reason=reason)
+            reason = f"{what} has failed: {type(error).__name__}: {error}"
+            ranks = self.collectives.ranks.numbers([self.rank])
+            problem, told = error, RankError(reason, ranks=ranks, action=what, reason=reason)
         of_all = self.collectives.agree((given, told), what)
         if problem is not None:
             raise problem

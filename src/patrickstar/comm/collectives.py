@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from patrickstar.comm.ranks import Ranks
 from patrickstar.comm.transport import Transport, as_bytes
-from patrickstar.comm.watch import News, Patience, Watch
+from patrickstar.comm.watch import POLL_S, News, Patience, Watch
 from patrickstar.errors import RankError, StateError, some
 from patrickstar.memory.lanes import Task, Ticket
 from patrickstar.memory.thread_lane import ThreadTicket
@@ -62,20 +62,18 @@ class Collectives:
     After a `RankError` all tickets fail with it, those of later calls, too. Tensors belong to a collective until its ticket is done.
 
     Args:
-        timeout_s: the longest time to wait for other ranks. poll_s: how often the watch looks. kind: of errors about other ranks.
+        timeout_s: the longest time to wait for other ranks. kind: of errors about other ranks.
 
     Attributes:
         ranks: which they are. me: this one, in messages. past: words for what all have done alike so far, which is compared with every collective.
         sent_bytes: data that this rank has sent.
     """
 
-    def __init__(
-        self, ranks: Ranks, *, timeout_s: float = 600.0, poll_s: float = 0.25, kind: type[RankError] = RankError
-    ) -> None:
+    def __init__(self, ranks: Ranks, *, timeout_s: float = 600.0, kind: type[RankError] = RankError) -> None:
         self.sent_bytes = 0
         self.past = ""
-        self.ranks = self._ranks = ranks
-        self._timeout_s, self._poll_s = timeout_s, poll_s
+        self.ranks = ranks
+        self._timeout_s = timeout_s
         self._process = os.getpid()
         self.me = ranks.names([ranks.rank])
 
@@ -86,7 +84,7 @@ class Collectives:
         self._closed = False
         self._lock = threading.Lock()
         self._queue: SimpleQueue[_Collective | None] = SimpleQueue()
-        self._watch = Watch(ranks, self._fail_what_cannot_be, poll_s=poll_s, kind=kind)
+        self._watch = Watch(ranks, self._fail_what_cannot_be, kind=kind)
         # A daemon: where torch does not come back, it keeps no program from its end.
         self._thread = threading.Thread(target=self._run, name="patrickstar collectives", daemon=True)
         self._thread.start()
@@ -100,7 +98,7 @@ class Collectives:
 
     def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Ticket:
         """Has `out` [p * n] get the shards [n] of all ranks, in their order. `shard`: perhaps its place in `out`."""
-        assert (out.numel(), out.dtype) == (self._ranks.size * shard.numel(), shard.dtype)
+        assert (out.numel(), out.dtype) == (self.ranks.size * shard.numel(), shard.dtype)
         return _carry(self, "gather", what, shard, lambda: self._transport.gather(out, shard))
 
     def exchange(
@@ -115,10 +113,9 @@ class Collectives:
     ) -> Ticket:
         """Has `out` [p * n] get the pieces of all ranks' `parts` [p * n] that are for this one, in their order.
 
-        Args:
-            flags: each byte becomes the bitwise or of those of all ranks. kind, then: see `reduce`, which does `then` with what has come.
+        `flags`: each byte becomes the bitwise or of those of all ranks. `kind`, `then`: see `reduce`, which does `then` with what has come.
         """
-        size = self._ranks.size
+        size = self.ranks.size
         assert (out.numel(), out.dtype) == (parts.numel(), parts.dtype)
         own = parts.view(-1)[: parts.numel() // size]
 
@@ -127,7 +124,7 @@ class Collectives:
             if flags is not None:
                 mine = torch.frombuffer(flags, dtype=torch.uint8)
                 of_all = mine.new_empty(size, len(flags))
-                works.append(all_gather(self._ranks.group, as_bytes(of_all), mine))
+                works.append(all_gather(self.ranks.group, as_bytes(of_all), mine))
             self._transport.exchange(out, parts, works)
             if then is not None:
                 then()
@@ -142,15 +139,14 @@ class Collectives:
     ) -> Ticket:
         """Has `out` [n], in fp32, be f(1/n) * (((g0 + g1) + g2) + ...), of the pieces of all ranks' `partial` [p * n] that are this rank's.
 
-        Args:
-            into: to receive into: as `partial`, whose type travels. flags: each byte becomes the bitwise or of those of all ranks.
+        `into`: to receive into, as `partial`, whose type travels. `flags`: as in `exchange`.
         """
         assert out.dtype is torch.float32
-        assert partial.numel() == self._ranks.size * out.numel()
-        rows = into.view(self._ranks.size, -1)
+        assert partial.numel() == self.ranks.size * out.numel()
+        rows = into.view(self.ranks.size, -1)
 
         def add() -> None:
-            sum_in_rank_order(out, rows, averaged=self._ranks.averaged)
+            sum_in_rank_order(out, rows, averaged=self.ranks.averaged)
 
         return self.exchange(into, partial, what, flags=flags, kind="reduce", then=add)
 
@@ -167,7 +163,7 @@ class Collectives:
         while within_s < math.inf and not ticket.done:
             if patience.is_over:
                 reason = f"{self.me} was about to agree {what}, and the others were not within {within_s:g} s"
-                raise self._failed(News((self._ranks.rank,), what, reason))
+                raise self._failed(News((self.ranks.rank,), what, reason))
             time.sleep(_LONGEST_PAUSE_S)
         ticket.wait()
         return [pickle.loads(theirs) for theirs in values]  # noqa: S301  (of ranks of this program)
@@ -198,16 +194,16 @@ class Collectives:
         self._queue.put(None)
         self._watch.leave("close()" if not reason else "exit", reason or f"{self.me} has closed its session")
         self._thread.join(1)
-        self._ranks.close(abandons=bool(ends or self._given_up) or self._thread.is_alive())
-        if self._ranks.rank > 0:
+        self.ranks.close(abandons=bool(ends or self._given_up) or self._thread.is_alive())
+        if self.ranks.rank > 0:
             atexit.unregister(self._leave_at_exit)
 
     def _leave_at_exit(self) -> None:
         error = getattr(sys, "last_value", None)
         how = f" after {type(error).__name__}: {error}" if error is not None else ""
         self.close(f"{self.me} has ended{how}")
-        if self._ranks.rank == 0 and os.getpid() == self._process:
-            time.sleep(2 * self._poll_s)  # the others read the news: the store ends with the process that holds it
+        if self.ranks.rank == 0 and os.getpid() == self._process:
+            time.sleep(2 * POLL_S)  # the others read the news: the store ends with the process that holds it
 
     def _issue(self, kind: str, what: str, detail: str, act: Task) -> Ticket:
         end: Future[None] = Future()
@@ -225,7 +221,7 @@ class Collectives:
 
     def _open(self) -> None:
         try:
-            self._ranks.open(timeout_s=self._timeout_s + _MORE_THAN_OURS_S)
+            self.ranks.open(timeout_s=self._timeout_s + _MORE_THAN_OURS_S)
         except RuntimeError as error:  # another rank may have gone, which says why
             raise self._broken(0, error) from error
         self._watch.meet()
@@ -253,7 +249,7 @@ class Collectives:
             # Where it is of this rank alone, the others have to know.
             if not self._closed and self._watch.failure_of(collective.number) is None:
                 reason = f"{self.me} failed: {type(error).__name__}: {error}"
-                self._watch.note(News((self._ranks.rank,), collective.text, reason))
+                self._watch.note(News((self.ranks.rank,), collective.text, reason))
         else:
             at.done, at.doing = collective.number, ""
             _set(collective.end, None)
@@ -266,7 +262,7 @@ class Collectives:
             return
         ranks_of = {row: [rank for rank, theirs in enumerate(rows) if theirs == row] for row in dict.fromkeys(rows)}
         texts = {row: row[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace") for row in ranks_of}
-        said = [f"{self._ranks.names(ranks_of[row])}: {text}" for row, text in texts.items()]
+        said = [f"{self.ranks.names(ranks_of[row])}: {text}" for row, text in texts.items()]
         most = max(ranks_of, key=lambda row: len(ranks_of[row]))  # the first of those
         reason = (
             f"ranks were about to do different things, and nothing was exchanged: {some(said, most=8, separator='; ')}. All ranks call"
@@ -278,8 +274,8 @@ class Collectives:
     def _gather_bytes(self, row: bytes) -> list[bytes]:
         """The bytes of all ranks, as many of each, and not none."""
         mine = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-        rows = mine.new_empty(self._ranks.size, len(row))
-        self._finish(all_gather(self._ranks.group, as_bytes(rows), mine))
+        rows = mine.new_empty(self.ranks.size, len(row))
+        self._finish(all_gather(self.ranks.group, as_bytes(rows), mine))
         return [theirs.numpy().tobytes() for theirs in rows]
 
     def _finish(self, *works: dist.Work) -> None:
@@ -299,7 +295,7 @@ class Collectives:
                 work.wait()  # for what it raises
         except (RankError, StateError, RuntimeError) as error:
             self._given_up.append(works)
-            self._ranks.abort()
+            self.ranks.abort()
             if isinstance(error, RankError | StateError):
                 raise
             raise self._broken(number, error) from error
@@ -343,8 +339,7 @@ def redistribute(
 ) -> Ticket:
     """Has each rank get its part of `given` [n], and `out` [m] what is for this one, in rank order.
 
-    Args:
-        received, sent: how many elements come from each rank, and go to each, this one included.
+    `received`, `sent`: how many elements come from each rank, and go to each, this one included.
     """
 
     def act() -> None:

@@ -246,11 +246,7 @@ def read_generation(text: bytes) -> Generation:
 
 
 def job_of_environment() -> ElasticJob | None:
-    """The job that this process has been started for; None where it is of none.
-
-    Raises:
-        ConfigError: what the environment says of it makes no sense.
-    """
+    """The job that this process has been started for; None where it is of none. ConfigError: what the environment says of it makes no sense."""
     if SIZES not in os.environ:
         return None
     sizes = os.environ[SIZES].split(":")

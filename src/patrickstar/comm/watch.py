@@ -23,6 +23,7 @@ from typing import Final
 from patrickstar.comm.ranks import Ranks
 from patrickstar.errors import RankError, some
 
+POLL_S: Final = 0.25  # from one look at the ranks to the next
 _BEAT_S: Final = 1.0
 _SILENT_S: Final = 20.0  # a heart that stands still for that long
 _STORE_GONE_S: Final = 10.0
@@ -121,14 +122,11 @@ class Watch:
         position: how far this rank has come; written by whoever does the collectives. absent: the ranks that have left, or are gone.
     """
 
-    def __init__(
-        self, ranks: Ranks, on_failure: Callable[[], None], *, poll_s: float = 0.25, kind: type[RankError] = RankError
-    ) -> None:
+    def __init__(self, ranks: Ranks, on_failure: Callable[[], None], *, kind: type[RankError]) -> None:
         self.position = Position()
         self._ranks = ranks
         self._store = ranks.store
         self._on_failure = on_failure
-        self._poll_s = poll_s
         self._kind = kind
 
         self._failures: list[tuple[int, RankError]] = []  # and the last collective that each does not concern
@@ -200,7 +198,7 @@ class Watch:
         return behind, some(texts, most=8, separator="; ") or "all ranks are there"
 
     def _run(self) -> None:
-        while not self._stopped.wait(self._poll_s):
+        while not self._stopped.wait(POLL_S):
             self._look_at_processes()
             if self._store_silence is not None and not self._store_silence.is_over:
                 continue  # each call would write to stderr

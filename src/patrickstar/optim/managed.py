@@ -31,16 +31,14 @@ class ManagedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, original: torch.optim.Optimizer, *, target: Any, names: Mapping[int, str]) -> None:
-        """Takes the original's place until `detach()`.
+        """Takes the place of an optimizer that `check_optimizer` accepts, until `detach()`.
 
-        Args:
-            original: an optimizer that `check_optimizer` accepts; target: who updates, an `OptimizerTarget`; None: nobody yet;
-            names: `id(parameter)` -> name, of all parameters of the model.
+        `target`: who updates, an `OptimizerTarget`; None: nobody yet. `names`: `id(parameter)` -> name, of all parameters of the model.
         """
         # Not Optimizer.__init__, which makes groups of its own: what unpickling calls sets up hooks and nothing else.
         self.__setstate__({"defaults": original.defaults})
         self._original = original
-        self.aim(target)
+        self.target = target
         self._names = names
         kind: Any = type(original)
         self._idle = kind([{"params": []}])
@@ -53,10 +51,6 @@ class ManagedOptimizer(torch.optim.Optimizer):
             original.register_state_dict_post_hook(self._add_state, prepend=True),
             original.register_load_state_dict_pre_hook(self._on_original_load),
         )
-
-    def aim(self, target: Any) -> None:
-        """Has another one update from now on; None: nobody, until there is one."""
-        self._target = target
 
     @property
     def original(self) -> torch.optim.Optimizer:
@@ -75,7 +69,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
         Empty before the first step, as in torch. Assigning a tensor writes it; assigning what was read from here does nothing.
         """
         self._require_attached("state")
-        return self._target.optimizer_state
+        return self.target.optimizer_state
 
     @state.setter
     def state(self, values: Mapping[Any, Any]) -> None:
@@ -114,7 +108,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
                     loss = closure()
             # A group may have come in through the original, which knows nothing of the model.
             check_parameters([parameter for group in self.param_groups for parameter in group["params"]], self._names)
-            self._target.step_groups()
+            self.target.step_groups()
 
         arguments: tuple[Any, ...] = (self,) if closure is None else (self, closure)
         for pre_hook in list(self._optimizer_step_pre_hooks.values()):
@@ -139,7 +133,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of the parameters in the groups, as in torch."""
         self._require_attached("zero_grad()")
-        self._target.zero_grad(set_to_none)
+        self.target.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters of the model; the original and its schedulers see it too.
@@ -187,7 +181,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
                 state_dict = state_dict if replaced is None else replaced
         finally:
             self._loading = False
-        self._target.load_optimizer_states(unpack(state_dict, self.param_groups, self._names))
+        self.target.load_optimizer_states(unpack(state_dict, self.param_groups, self._names))
         # As in torch, AdamW stays AdamW whatever it loads; Adam takes over how the weight decays.
         decoupled = isinstance(self._original, torch.optim.AdamW)
         restore_groups(self.param_groups, state_dict, keep={"decoupled_weight_decay"} if decoupled else ())
@@ -208,7 +202,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
     def _require_attached(self, call: str) -> None:
         if not self._attached:
             raise StateError(f"{call} after the session was closed: use the optimizer that was passed to manage()")
-        if self._target is None:
+        if self.target is None:
             raise StateError(f"{call} in a process that is no rank of its job now, and waits in session.steps()")
 
     def _on_original_step(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -225,7 +219,7 @@ class ManagedOptimizer(torch.optim.Optimizer):
 
     def _add_state(self, _: object, state_dict: dict[str, Any]) -> None:
         """Gives what torch writes, which are the groups, the state that the target has."""
-        states = self._target.optimizer_states()
+        states = self.target.optimizer_states()
         groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
         numbers = {n: id(p) for group, packed in groups for p, n in zip(group["params"], packed["params"], strict=True)}
         names = {number: self._names[parameter] for number, parameter in numbers.items()}

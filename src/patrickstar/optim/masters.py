@@ -25,6 +25,7 @@ BLOCK_NUMEL = 1 << 16
 """Elements that are widened at once: scratch that stays in a core's cache."""
 
 GRAIN_NUMEL = 1 << 15  # that torch gives a thread at least
+_LEAST_NUMEL = 1 << 10
 
 _HALF = 0x8000
 _NAN = 0x7FC00000
@@ -34,6 +35,11 @@ def blocks(numel: int, *, of: int = BLOCK_NUMEL) -> Iterator[slice]:
     """Slices of so many elements at a time, the last one shorter."""
     for start in range(0, numel, of):
         yield slice(start, min(start + of, numel))
+
+
+def block_numel(numel: int, *, most: int) -> int:
+    """Elements of so many that a pass takes at once on a device: a quarter, so that scratch is little beside the chunks, but no tiny blocks."""
+    return min(most, max(_LEAST_NUMEL, numel // 4))
 
 
 def scaled_blocks(piece: Tensor, factors: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -71,11 +77,9 @@ def rest_type(weight: torch.dtype) -> torch.dtype:
 
 
 def split(master: Tensor, weight: Tensor, rest: Tensor, *, scratch: Tensor | None = None) -> None:
-    """Writes a master into its two parts.
+    """Writes an fp32 master into its parts: a bf16 or fp16 weight, and a rest of that one's `rest_type`. All contiguous and of one length.
 
-    Args:
-        master: fp32. weight: bf16 or fp16. rest: of the `rest_type` of that. scratch: int32, to be written over; made where there is none. All
-            contiguous and of one length.
+    `scratch`: int32, to be written over; made where there is none.
     """
     bits = master.view(torch.int32)
     # On the host one pass, where looking for NaN takes ten: a finite sum has none. A device would have to be waited for.

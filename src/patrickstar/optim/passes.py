@@ -21,7 +21,14 @@ from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.masters import Scratch
 from patrickstar.optim.norm import GlobalNorm
 from patrickstar.optim.reference import Kernel
-from patrickstar.optim.scratch import PassBytes, block_numel
+
+
+@dataclass(frozen=True, slots=True)
+class PassBytes:
+    """The most bytes that passes take of the device where they run, beside what they are given: for the update of a chunk, and for a norm."""
+
+    update: int = 0
+    norm: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,7 @@ class Passes:
         if rest is None and grad.dtype is torch.float32 and not factors:
             self.kernel(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper)
             return
-        numel = block_numel(weight.numel(), most=masters.BLOCK_NUMEL)
+        numel = masters.block_numel(weight.numel(), most=masters.BLOCK_NUMEL)
         if weight.is_cpu:  # for each of torch's threads as many as it takes, or one would do nearly all
             numel = max(masters.BLOCK_NUMEL, torch.get_num_threads() * masters.GRAIN_NUMEL)
         # Nothing as large as a chunk is made: a block is widened, updated by the kernel for fp32, and narrowed again.
@@ -109,9 +116,20 @@ class Passes:
 
     def scratch_bytes(self, numel: int, *, is_split: bool, largest: int, tensors: int) -> PassBytes:
         """The most bytes that an update of so many elements takes of a device, and a norm of so many tensors, the largest of so many elements."""
-        block = block_numel(numel, most=masters.BLOCK_NUMEL)
+        block = masters.block_numel(numel, most=masters.BLOCK_NUMEL)
         widened = cuda_block_bytes(4 * block)
         whole, of_block = map(reference.scratch_bytes, (numel, block))
         # Masters are joined and split in blocks of three types, and splitting looks for NaN.
         update = 3 * widened + max(of_block, 4 * widened) if is_split else max(whole, widened + of_block)
         return PassBytes(update, GlobalNorm.scratch_bytes(largest, tensors))
+
+
+def triton_bytes(largest: int, tensors: int) -> PassBytes:
+    """Bytes of Triton's passes, known without triton. A norm collects a block of 65,536 elements, and one launch sums 256 of them at most.
+
+    `largest`: elements of the largest tensor, of so many.
+    """
+    blocks = max(1, -(-largest // 65_536))
+    span = min(256, blocks)
+    numbers = tensors * (2 + blocks // 256) * cuda_block_bytes(1)
+    return PassBytes(norm=4 * 65_536 + cuda_block_bytes(span * 4_096) + cuda_block_bytes(span * 128) + 2 * numbers)

@@ -27,7 +27,7 @@ import torch
 
 from patrickstar.core.cuda_blocks import cuda_block_bytes
 from patrickstar.optim.hyper import Coefficients, Hyper
-from patrickstar.optim.scratch import block_numel
+from patrickstar.optim.masters import block_numel
 
 Kernel = Callable[..., None]
 """Called as `kernel(weight, grad, exp_avg, exp_avg_sq, step=step, hyper=hyper)`; changes all but the gradient in place. The planes are flat,

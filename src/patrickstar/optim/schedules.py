@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -31,14 +31,9 @@ class Rates:
 
 def rates_of(schedule: Schedule) -> Rates:
     """The rates of a schedule, and the betas of the one that has some: ConfigError where the first, which grows after the cycle, has come to 1."""
-    formula, parameters = _FORMULAS[schedule.name], schedule.parameters
-
-    def lr(done: int, base: float) -> float:
-        return formula(done, base, parameters)
-
-    if not parameters.get("cycle_momentum"):
-        return Rates(lr)
-    return Rates(lr, lambda done: (_first_beta(done, parameters), 0.99))
+    formula, p = _FORMULAS[schedule.name], schedule.parameters
+    rates = Rates(lambda done, base: formula(done, base, p))
+    return replace(rates, betas=lambda done: (_first_beta(done, p), 0.99)) if p.get("cycle_momentum") else rates
 
 
 def _range_test(done: int, _: float, p: Parameters) -> float:

@@ -16,8 +16,7 @@ from patrickstar.optim import triton_kernels as kernels
 from patrickstar.optim.hyper import Coefficients, Hyper
 from patrickstar.optim.masters import blocks, rest_type
 from patrickstar.optim.norm import BLOCK_NUMEL, GlobalNorm
-from patrickstar.optim.passes import Passes
-from patrickstar.optim.scratch import PassBytes, triton_bytes
+from patrickstar.optim.passes import PassBytes, Passes, triton_bytes
 
 _SUBTREE_NUMEL = 16 << kernels.SUBTREE_LEVELS
 _TREE_LEVELS = 12 - kernels.SUBTREE_LEVELS  # a block is 2**12 rows of 16

@@ -158,9 +158,7 @@ class State:
 def unpack(state_dict: Mapping[str, Any], groups: Sequence[Group], names: Mapping[int, str]) -> dict[str, State]:
     """The states in a `state_dict` of torch's Adam or AdamW, by name. Nothing is changed and nothing copied.
 
-    Raises:
-        CheckpointError: groups of other number or sizes, or a state that is not of these parameters.
-        ConfigError: a group of the file asks for what is not supported (`amsgrad` and the like).
+    CheckpointError: other groups, or a state that is not of these parameters. ConfigError: a group asks for what is not supported (`amsgrad`, say).
     """
     try:
         saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]

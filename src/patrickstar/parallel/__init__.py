@@ -7,11 +7,10 @@ import typing as _typing
 import patrickstar.parallel.costs as costs  # noqa: PLR0402  (it has no torch; importing it from this very module would be a circle)
 
 if _typing.TYPE_CHECKING:
-    from patrickstar.parallel.context_parallel import ContextParallel
+    from patrickstar.parallel.context_parallel import ContextParallel, Verification
     from patrickstar.parallel.summa import summa_ab, summa_abt, summa_atb
     from patrickstar.parallel.tensor_2d import Tensor2D
     from patrickstar.parallel.traffic_counter import Traffic, traffic
-    from patrickstar.parallel.verification import Verification
 
 __all__ = [
     "ContextParallel",
@@ -26,7 +25,8 @@ __all__ = [
 ]
 
 _PLACES = _types.MappingProxyType(
-    {"ContextParallel": "context_parallel", "Tensor2D": "tensor_2d", "Verification": "verification"}
+    {"Tensor2D": "tensor_2d"}
+    | dict.fromkeys(("ContextParallel", "Verification"), "context_parallel")
     | dict.fromkeys(("Traffic", "traffic"), "traffic_counter")
     | dict.fromkeys(("summa_ab", "summa_abt", "summa_atb"), "summa")
 )

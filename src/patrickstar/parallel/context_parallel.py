@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar
 
@@ -13,22 +14,39 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from patrickstar.config.kinds import choice, refuse
 from patrickstar.errors import StateError
-from patrickstar.parallel.cut_batches import IGNORED, cut
+from patrickstar.parallel.cut_batches import IGNORED, TOKENS, cut
 from patrickstar.parallel.group import MeshGroup, digest
 from patrickstar.parallel.kernels import autocast
 from patrickstar.parallel.layouts import TokenLayout
 from patrickstar.parallel.ring import Ring
-from patrickstar.parallel.strips import Strips
+from patrickstar.parallel.strips import StripAttention, Strips
 from patrickstar.parallel.swapped_heads import SwappedHeads
 from patrickstar.parallel.token_losses import mean_alone, mean_over, token_losses
 from patrickstar.parallel.transformer_models import Parallelized, refuse_unknown
-from patrickstar.parallel.verification import Verification, verify
 from patrickstar.torch_private import FakeTensor
 
 Model = TypeVar("Model", bound=nn.Module)
 _LAYOUTS: Final = MappingProxyType(
     {"ring": ("zigzag", "contiguous"), "rsa": ("contiguous",), "ulysses": ("contiguous",)}
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The largest differences, relative to the largest element of each.
+
+    Attributes:
+        loss: of the loss; of the mean square of the logits, where a batch has no labels. logits: of those of tokens that are no padding.
+        gradients: the largest of all parameters, relative to a thousandth of the largest gradient of all at least. parameter: which has it.
+    """
+
+    loss: float
+    logits: float
+    gradients: float
+    parameter: str
+
+    def __str__(self) -> str:
+        return f"loss {self.loss:.1e}, logits {self.logits:.1e}, gradients {self.gradients:.1e} ({self.parameter})"
 
 
 class ContextParallel:
@@ -79,7 +97,7 @@ class ContextParallel:
     def within(self, layer: str) -> ContextParallel:
         """A view of this, whose errors of ranks name a layer."""
         named = copy.copy(self)
-        named.group = self.group.within(layer)
+        named.group = replace(self.group, layer=layer)
         return named
 
     @property
@@ -113,11 +131,11 @@ class ContextParallel:
             RankError: another rank of the group has another batch; on all ranks.
         """
         if isinstance(batch, Tensor):
-            self._agree_on("shard", {"a tensor": batch})
+            self._agree_on({"a tensor": batch})
             return batch.index_select(dim, self.positions(batch.shape[dim], device=batch.device))
         if self.size == 1:
             return dict(batch)
-        self._agree_on("shard", {name: value for name, value in batch.items() if isinstance(value, Tensor)})
+        self._agree_on({name: value for name, value in batch.items() if isinstance(value, Tensor)})
         return cut(
             batch,
             multiple=self.multiple,
@@ -176,7 +194,8 @@ class ContextParallel:
         if self.method == "ring":
             return Ring(self.group, self._tokens, is_causal, scale)(query, key, value, segments)
         if self.method == "rsa":
-            return Strips(self.group, is_causal, scale, dropout_p)(query, key, value, segments, attn_mask)
+            strips = Strips(self.group, is_causal, scale, dropout_p)
+            return StripAttention.apply(query, key, value, segments, attn_mask, strips)
         return SwappedHeads(self.group, is_causal, scale, dropout_p)(query, key, value, segments)
 
     def cross_entropy(self, logits: Tensor, labels: Tensor, ignore_index: int = IGNORED) -> Tensor:
@@ -238,7 +257,33 @@ class ContextParallel:
         """
         if self.size > 1:
             self._part_of(model, "verify")
-        return verify(model, batch, self)
+        before, was_training = [parameter.grad for parameter in model.parameters()], model.training
+        tokens = next(batch[name] for name in TOKENS if batch.get(name) is not None)
+        mask = batch.get("attention_mask")
+        valid = (torch.ones(tokens.shape[:2], device=tokens.device) if mask is None else mask).to(torch.bool)
+        model.eval()
+        try:
+            self.release(model)
+            try:
+                loss, logits, gradients = _run(model, batch, lambda values: (values * valid).sum() / valid.sum())
+            finally:
+                self.parallelize(model)
+            is_valid = self.shard({"input_ids": valid.long()})["input_ids"].bool()
+            mine = _run(model, self.shard(batch), lambda x: self.token_mean(x, is_valid), self.reduce_gradients)
+        finally:
+            model.train(was_training)
+            for parameter, grad in zip(model.parameters(), before, strict=True):
+                parameter.grad = grad
+        # A gradient may be zero but for rounding, as those of biases before a softmax are: it is looked at beside the others.
+        least = 1e-3 * max((float(grad.abs().max()) for grad in gradients.values()), default=0.0)
+        found = {name: _difference(mine[2][name], grad, least=least) for name, grad in gradients.items()}
+        worst = max(found, key=lambda name: found[name], default="")
+        return Verification(
+            loss=_difference(mine[0], loss),
+            logits=_difference(self.unshard(mine[1], 1, tokens.shape[1])[valid], logits[valid]),
+            gradients=found.get(worst, 0.0),
+            parameter=worst,
+        )
 
     def _part_of(self, model: nn.Module, verb: str) -> Parallelized:
         ours = Parallelized.part_of(model)
@@ -246,10 +291,10 @@ class ContextParallel:
             raise StateError(f"{verb}: the model is not parallelized by this object: call parallelize(model) first")
         return ours
 
-    def _agree_on(self, what: str, tensors: Mapping[str, Tensor]) -> None:
+    def _agree_on(self, tensors: Mapping[str, Tensor]) -> None:
         # Of shapes alone, nobody says anything.
         if self.size > 1 and not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
-            self.group.agree(what, ", ".join(f"{name} {digest(tensors[name])}" for name in sorted(tensors)))
+            self.group.agree("shard", ", ".join(f"{name} {digest(tensors[name])}" for name in sorted(tensors)))
 
     def _attention_problems(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, has_gqa: bool, ids: Tensor | None
@@ -311,3 +356,24 @@ def _problems(mesh: Any, method: str, layout: str | None, gradients: str) -> lis
     if layout is not None and layout not in _LAYOUTS.get(method, {layout}):
         problems.append(f"layout={layout!r} for {method!r}: it has {', '.join(map(repr, _LAYOUTS[method]))}")
     return problems
+
+
+def _run(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    mean: Callable[[Tensor], Tensor],
+    reduce: Callable[[nn.Module], None] = lambda _: None,
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Loss, logits and gradients. `mean`: of a number a token, where there are no labels."""
+    model.zero_grad(set_to_none=True)
+    output = model(**batch)
+    loss = output.loss if batch.get("labels") is not None else mean(output.logits.double().square().mean(-1))
+    loss.backward()
+    reduce(model)
+    gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), output.logits.detach(), gradients
+
+
+def _difference(one: Tensor, other: Tensor, *, least: float = 0.0) -> float:
+    one, other = one.double(), other.double()
+    return float((one - other).abs().max() / other.abs().max().clamp_min(least or torch.finfo(torch.float64).tiny))

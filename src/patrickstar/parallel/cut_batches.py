@@ -23,13 +23,9 @@ IGNORED: Final = -100
 
 
 def cut(batch: Mapping[str, Any], *, multiple: int, of_rank: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """The part that a rank has of a batch: all that it had, `position_ids`, and a mask where there are segments.
+    """The part that a rank has of a batch: all that it had, `position_ids`, and a mask where there are segments. ConfigError: all that cannot be cut.
 
-    Args:
-        multiple: what lengths are to be divisible by. of_rank: this rank's part of a tensor along its dimension 1.
-
-    Raises:
-        ConfigError: something of the batch that cannot be cut; all problems at once.
+    `multiple`: what lengths are to be divisible by. `of_rank`: this rank's part of a tensor along its dimension 1.
     """
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     refuse(_problems(tensors), of="shard")

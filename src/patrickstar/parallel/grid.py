@@ -51,7 +51,7 @@ class Grid:
 
     def within(self, layer: str) -> Grid:
         """A view of these ranks, whose errors name a layer."""
-        return replace(self, rows=self.rows.within(layer), cols=self.cols.within(layer))
+        return replace(self, rows=replace(self.rows, layer=layer), cols=replace(self.cols, layer=layer))
 
 
 class BlockTile(NamedTuple):

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -30,27 +31,6 @@ Look = Callable[[float, RuntimeError | None], None]
 """Raises a RankError where waiting is in vain, so many seconds until now: one of the ranks has failed, or torch has an error."""
 Wait = Callable[[], None]
 """Returns when what has begun has ended. Raises a RankError, which names ranks and the layer, where it will not."""
-
-
-class SentBytes:
-    """Bytes that this rank hands to a process group of `size` ranks, counted as `traffic` does; those of fake tensors apart."""
-
-    def __init__(self, size: int) -> None:
-        self._size, self._n_times_bytes = size, {False: 0, True: 0}
-
-    @property
-    def total(self) -> int:
-        """Bytes that have been sent so far, rounded up."""
-        return math.ceil(self._n_times_bytes[False] / self._size)
-
-    @property
-    def imagined(self) -> int:
-        """Bytes of fake tensors, which nobody has sent, rounded up."""
-        return math.ceil(self._n_times_bytes[True] / self._size)
-
-    def add(self, tensor: Tensor, nths: int) -> None:
-        """Notes so many n-ths of a tensor's bytes, for n ranks."""
-        self._n_times_bytes[isinstance(tensor, FakeTensor)] += nths * tensor.nbytes
 
 
 class Shift(NamedTuple):
@@ -73,7 +53,7 @@ class MeshGroup:
 
     Attributes:
         name: of the dimension. members: numbers in the whole program. rank: the place of this one among them. group: torch's, of all of them.
-        layer: what they compute, for messages. sent: counts bytes. looks: of sessions.
+        layer: what they compute, for messages. looks: of sessions.
     """
 
     name: str = ""
@@ -81,8 +61,9 @@ class MeshGroup:
     rank: int = 0
     group: Any = None
     layer: str = ""
-    sent: SentBytes = field(default_factory=lambda: SentBytes(1))
     looks: list[Look] = field(default_factory=list)
+    _n_times_bytes: Counter[bool] = field(default_factory=Counter)
+    """That were sent; those of fake tensors apart."""
 
     @classmethod
     def along(cls, mesh: DeviceMesh, dim: int = 0, *, name: str = "cp", is_apart: bool = False) -> MeshGroup:
@@ -103,7 +84,7 @@ class MeshGroup:
             )
         elif len(members) > 1:
             group = mesh.get_group(dim)
-        return cls(name, members, coordinate[dim], group, sent=SentBytes(len(members)))
+        return cls(name, members, coordinate[dim], group)
 
     def __deepcopy__(self, _: Any) -> MeshGroup:
         return self  # ranks are not copied
@@ -113,9 +94,9 @@ class MeshGroup:
         """Number of ranks."""
         return len(self.members)
 
-    def within(self, layer: str) -> MeshGroup:
-        """A view of these ranks, whose errors name a layer."""
-        return replace(self, layer=layer)
+    def sent_bytes(self, *, imagined: bool = False) -> int:
+        """Bytes that this rank has handed to the group so far, as `traffic` counts, rounded up. `imagined`: of fake tensors, sent by nobody."""
+        return math.ceil(self._n_times_bytes[imagined] / self.size)
 
     def shift(self, tensors: Sequence[Tensor], into: Sequence[Tensor]) -> Shift:
         """Begins to send contiguous tensors to the next rank, and to receive, into others like them, those of the previous one.
@@ -176,11 +157,7 @@ class MeshGroup:
         return tensor
 
     def agree(self, what: str, text: str, *, advice: str = "Give all of them the same") -> None:
-        """Compares a text with those of the other ranks, through the store: nothing goes over the process group.
-
-        Raises:
-            RankError: two ranks, and what each has; on all ranks alike.
-        """
+        """Compares a text with those of other ranks, by the store, not the process group. RankError: two ranks and what each has; on all alike."""
         world = dist.group.WORLD
         if self.size == 1 or world is None or is_imagined(world):
             return
@@ -215,7 +192,7 @@ class MeshGroup:
 
     def _begin(self, tensor: Tensor, nths: int, start: Callable[[], Any]) -> Wait:
         """Begins what hands so many n-ths of a tensor's bytes to the group."""
-        self.sent.add(tensor, nths)
+        self._n_times_bytes[isinstance(tensor, FakeTensor)] += nths * tensor.nbytes
         with self._named():
             return partial(self._wait, start(), is_of_gpu=tensor.is_cuda)
 

@@ -28,8 +28,7 @@ TakeBlock = Callable[[nn.Parameter, Cut], nn.Parameter]
 class BlockLayer(nn.Module):
     """A layer of blocks. Its parameters have the names of those that they are blocks of, and are None where the module has none.
 
-    Attributes:
-        grid: the ranks. cuts: how each parameter is cut, by its name here.
+    `grid`: the ranks. `cuts`: how each parameter is cut, by its name here.
     """
 
     weight: nn.Parameter
@@ -48,8 +47,7 @@ class BlockLayer(nn.Module):
 class LinearBlock(BlockLayer):
     """`nn.Linear`, or GPT-2's `Conv1D`, whose weight lies the other way round: [B, S, K] to [B, S, N].
 
-    Args:
-        parts: the outputs are so many matrices side by side (queries, keys and values), and a block has a piece of each.
+    `parts`: the outputs are so many matrices side by side (queries, keys and values), and a block has a piece of each.
     """
 
     def __init__(self, grid: Grid, module: Any, take: TakeBlock, *, parts: int = 1) -> None:

@@ -83,8 +83,7 @@ class Placed:
 def placed(model: nn.Module, plan: Plan | None, q: int) -> list[Placed]:
     """The modules of a model that become blocks.
 
-    Raises:
-        ConfigError: no plan, a kind that is none, modules that the plan leaves out or calls what they are not, sizes that do not divide.
+    ConfigError: no plan, a kind that is none, modules that the plan leaves out or calls what they are not, sizes that do not divide.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     plan = PLANS.get(model_type or "") if plan is None else plan

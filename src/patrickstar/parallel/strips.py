@@ -22,18 +22,12 @@ from patrickstar.parallel.ring import travel
 
 @dataclass(frozen=True, slots=True)
 class Strips:
-    """Attention over strips. Tokens are in contiguous parts over ranks."""
+    """The strips of attention. Tokens are in contiguous parts over ranks."""
 
     group: MeshGroup
     is_causal: bool
     scale: float
     dropout: float = 0.0
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, segments: Tensor | None, mask: Tensor | None
-    ) -> Tensor:
-        """The output for this rank's queries. `mask`: [.., c, L], true where a query sees a key, or added to the scores."""
-        return _StripAttention.apply(query, key, value, segments, mask, self)
 
     def blocks(self, *tensors: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
         """The columns of the strip that are a rank's tokens', and its tensors, rank by rank."""
@@ -49,7 +43,9 @@ class Strips:
         return self.group.scatter_sum(sums).to(like.dtype)
 
 
-class _StripAttention(torch.autograd.Function):
+class StripAttention(torch.autograd.Function):
+    """The output for this rank's queries. `mask`: [.., c, L], true where a query sees a key, or added to the scores."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, mask: Tensor | None, strips: Strips

@@ -31,11 +31,7 @@ def mean_alone(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def token_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """Cross-entropies [B, c] of logits [B, c, V], in fp32 (fp64 in fp64).
-
-    Raises:
-        ConfigError: there are no labels for just these tokens.
-    """
+    """Cross-entropies [B, c] of logits [B, c, V], in fp32 (fp64 in fp64). ConfigError: there are no labels for just these tokens."""
     if logits.shape[:-1] != labels.shape:
         raise ConfigError(
             f"cross_entropy: labels {list(labels.shape)} for logits {list(logits.shape)}: give both of this rank's tokens, cut by shard"

@@ -29,11 +29,7 @@ _WINDOWS: Final = frozenset({"sliding_attention", "chunked_attention"})
 
 
 class Parallelized:
-    """The part of a parallelized model that is ours: its attention, its loss, and a look at its calls. A copy of the model shares it.
-
-    Args:
-        model: of `transformers`. over: a `ContextParallel`, kept as `over`.
-    """
+    """The part of a model that is ours: its attention and loss over a `ContextParallel`, and a look at its calls. A copy of the model shares it."""
 
     def __init__(self, model: Any, over: Any) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415  (an extra, and seconds)

@@ -68,10 +68,10 @@ class ElasticSession:
         self._make_closing = closing
         if parts is None:
             vars(self).pop("_parts", None)
-            self.optimizer.aim(None)
+            self.optimizer.target = None
         else:
             self._parts = parts
-            self.optimizer.aim(OptimizerTarget(parts, self.optimizer.original))
+            self.optimizer.target = OptimizerTarget(parts, self.optimizer.original)
             if isinstance(self.scaler, LossScaler):
                 self.scaler.use(parts.training)
         self.expect_close()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from patrickstar.checkpoint.matching import Match, Wanted, match
-from patrickstar.checkpoint.naming import Naming, naming_of
+from patrickstar.checkpoint.matching import match
+from patrickstar.checkpoint.naming import naming_of
 from patrickstar.checkpoint.tensors import bytes_of
 from patrickstar.checkpoint.weight_files import WeightFiles
 from patrickstar.comm.all_ranks import AllRanks
@@ -42,7 +42,7 @@ class Loading:
         self._model = model
         self._naming = naming_of(model)
         self._files = WeightFiles(path)
-        found = matched(tensors, self._files, self._naming)
+        found = match(self._files, tensors, self._naming)
         origins = {id(tensor): found.origins[keys[0]] for keys, tensor in tensors.items() if keys[0] in found.origins}
         self._origins = {parameters[tensor]: origin for tensor, origin in origins.items() if tensor in parameters}
         self._buffers = {
@@ -103,11 +103,6 @@ def tensors_of(model: nn.Module) -> dict[tuple[str, ...], Tensor]:
     for name, parameter in model.named_parameters():  # a hook may have left it out, or put a copy there
         keys.setdefault(id(parameter), (name,))
     return {aliases: tensors[tensor] for tensor, aliases in keys.items()}
-
-
-def matched(tensors: Mapping[tuple[str, ...], Tensor], files: WeightFiles, naming: Naming) -> Match:
-    """Holds files against tensors by their keys."""
-    return match(files, [Wanted(keys, tuple(tensor.shape), tensor.dtype) for keys, tensor in tensors.items()], naming)
 
 
 def _fit_twice(named: Mapping[str, nn.Parameter], state: Residency, budgets: Budgets) -> bool:

@@ -23,9 +23,8 @@ from patrickstar.core.shard_layout import RankOf, ShardLayout, shard_of
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.deferred.deferred_init import present_and_absent_bytes
 from patrickstar.errors import BudgetError, LayoutError
-from patrickstar.optim.passes import Passes
-from patrickstar.optim.scratch import triton_bytes
-from patrickstar.optim.shared_norm import SharedNorm
+from patrickstar.optim.norm import SharedNorm
+from patrickstar.optim.passes import Passes, triton_bytes
 from patrickstar.parameters.blocks import Place, places_in
 from patrickstar.parameters.bound import names_by_id
 from patrickstar.parameters.tiles import NOT_ONE_TENSOR

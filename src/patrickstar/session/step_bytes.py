@@ -25,7 +25,7 @@ class StepBytes:
 
     def step_ended(self) -> None:
         """Notes the end of a step."""
-        now = {name: group.sent.total for name, group in self.groups.items()}
+        now = {name: group.sent_bytes() for name, group in self.groups.items()}
         if self.shared is not None:
             now["dp"] = self.shared.sent_bytes
         self.last = {name: total - self._before.get(name, 0) for name, total in now.items()}

@@ -15,7 +15,7 @@ from patrickstar.core.trace import Trace
 from patrickstar.errors import ConfigError, DeviceError
 from patrickstar.memory.allocator import Allocator
 from patrickstar.memory.filesystem import DISK_SHARE, free_bytes
-from patrickstar.optim.scratch import NONE, PassBytes
+from patrickstar.optim.passes import PassBytes
 from patrickstar.plan.planner import SPARE_SHARE, PlanBudgets
 from patrickstar.plan.simulate import Simulation
 from patrickstar.step.resources import Resources
@@ -52,7 +52,7 @@ class Budgets(PlanBudgets):
     retains: float
     extra_bytes: int = 0
     fixed_bytes: int = 0
-    passes: PassBytes = NONE
+    passes: PassBytes = PassBytes()  # noqa: RUF009  (frozen)
     """The bytes that passes over planes take of a device, where one computes whose memory torch gives out."""
     device: torch.device = _CPU
     """Where the model computes, as torch names it: the CPU's for an emulated device too."""

@@ -20,7 +20,7 @@ from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.errors import BudgetError, RankError
 from patrickstar.optim.hyper import Hyper
-from patrickstar.optim.shared_norm import SharedNorm
+from patrickstar.optim.norm import SharedNorm
 from patrickstar.parameters.exchange import Exchange, Travel
 from patrickstar.plan.fit import of_machine
 from patrickstar.plan.touches import master_touches
