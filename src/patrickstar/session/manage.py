@@ -315,7 +315,7 @@ def _begin(parts: Parts, ground: Ground, setup: Setup, source: Loading | None, j
             undo.callback(managed.detach)
         if job is not None:
             hooks = ExitStack()
-            hooks.callback(root.remove)
+            hooks.callback(root.close)
             hooks.callback(parts.stretches.blocks.remove)
             session.resizing = _resizing(session, ground, job, buffers, hooks)
         if source is not None:
