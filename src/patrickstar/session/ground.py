@@ -12,7 +12,7 @@ from torch import nn
 
 from patrickstar.comm.collectives import Collectives
 from patrickstar.hooks import watch_root
-from patrickstar.memory.links import MakeLane
+from patrickstar.memory.works_under_way import MakeLane
 from patrickstar.parameters.bound import placeholder
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.build import build_memory, build_step
