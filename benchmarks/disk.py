@@ -31,8 +31,8 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.lanes import Ticket
-from patrickstar.memory.links import lanes_of
 from patrickstar.memory.mapping import reserve
+from patrickstar.memory.works_under_way import lanes_of
 
 CASES = {"read": ("read",), "write": ("write",), "both": ("read", "write")}
 _MIB = 1 << 20

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from disk import CASES, Ours
 
-from patrickstar.memory.links import DISK_REQUESTS
+from patrickstar.memory.works_under_way import DISK_REQUESTS
 
 __all__ = ["disk_bandwidth", "matmul_peak"]
 

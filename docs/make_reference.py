@@ -26,8 +26,7 @@ from patrickstar import errors
 from patrickstar.cli.main import VERBS, cli
 from patrickstar.core.layout import Layout
 from patrickstar.core.trace import Trace
-from patrickstar.engine.engine import Engine, EngineOptimizer
-from patrickstar.engine.initialize import initialize_engine
+from patrickstar.engine import Engine, EngineOptimizer, initialize_engine
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.parallel import ContextParallel, Tensor2D, costs, summa_ab, summa_abt, summa_atb, traffic
 from patrickstar.plan.plan import Plan

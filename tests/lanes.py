@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Final
 
-from patrickstar.memory.links import MakeLane, lanes_of
-from patrickstar.memory.thread_lane import StressedLane, ThreadLane
+from patrickstar.memory.lanes import StressedLane, ThreadLane
+from patrickstar.memory.works_under_way import MakeLane, lanes_of
 from tests.manual_lane import ManualLane, RandomLane
 
 

@@ -12,8 +12,7 @@ import torch
 from benchmarks.gpu.results import Result, spread
 
 from patrickstar.memory.arena import Arena
-from patrickstar.memory.device_space import DeviceSpace
-from patrickstar.memory.space import HostSpace, PinnedSpace
+from patrickstar.memory.space import DeviceSpace, HostSpace, PinnedSpace
 
 __all__ = ["run"]
 

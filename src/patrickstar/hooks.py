@@ -1,4 +1,4 @@
-"""The only file that registers module hooks. They forward events, and decide nothing.
+"""The only file that registers module hooks. They forward events, and decide nothing. What watches takes its hooks off when it is closed.
 
 A model that is copied while it is managed (averages, twins for tracing) takes its hooks along: a copied hook does nothing.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType, MethodType
 from typing import Any, Final, Protocol
@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from patrickstar.torch_private import is_compiling, uncompiled
 
@@ -39,19 +40,6 @@ class ModuleCalls(Protocol):
 
     def call(self, module: nn.Module, run: Callable[[], Any]) -> Any:
         """The result of a call, which `run` gives."""
-
-
-class Watched:
-    """Hooks that can be removed, each by a call."""
-
-    def __init__(self, *removals: Callable[[], object]) -> None:
-        self._removals = list(removals)
-
-    def remove(self) -> None:
-        """Takes the hooks off again."""
-        for remove in self._removals:
-            remove()
-        self._removals.clear()
 
 
 class _Hook:
@@ -94,7 +82,7 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-def watch_root(model: nn.Module, events: ModuleEvents, *, in_copies: bool = False) -> Watched:
+def watch_root(model: nn.Module, events: ModuleEvents, *, in_copies: bool = False) -> ExitStack:
     """Tells of the forwards of a model. Ours comes before the user's hooks on the way in, and after them on the way out.
 
     `in_copies`: whether copies of the model tell the same listener.
@@ -102,19 +90,19 @@ def watch_root(model: nn.Module, events: ModuleEvents, *, in_copies: bool = Fals
     before, after = events.before_forward, lambda module, *_: events.after_forward(module)
     if not in_copies:
         before, after = _Hook(before), _Hook(after)
-    return Watched(
-        model.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove,
-        model.register_forward_hook(after, always_call=True).remove,
+    return _watched(
+        model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+        model.register_forward_hook(after, always_call=True),
     )
 
 
-def watch_calls(modules: Iterable[nn.Module], calls: ModuleCalls, method: str) -> Watched:
+def watch_calls(modules: Iterable[nn.Module], calls: ModuleCalls, method: str) -> ExitStack:
     """Has calls of some modules inside a model go through `calls`. They have no hooks for it: torch computes other bits of some modules with hooks.
 
     `method`: "forward", inside of the modules' hooks, or "_call_impl", around them.
     """
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
-    removals: list[Callable[[], object]] = []
+    watched = ExitStack()
     for module in modules:
         kind = type(module)
         if method in vars(module):  # a twin's, whose call it is
@@ -124,8 +112,8 @@ def watch_calls(modules: Iterable[nn.Module], calls: ModuleCalls, method: str) -
             kinds[kind] = _telling(kind, weakref.ref(calls), method)  # weak, as a class is freed late
         # torch's compiled modules pass attributes on to what they wrap.
         object.__setattr__(module, "__class__", kinds[kind])
-        removals.append(partial(object.__setattr__, module, "__class__", kind))
-    return Watched(*removals)
+        watched.callback(object.__setattr__, module, "__class__", kind)
+    return watched
 
 
 def _told(
@@ -185,18 +173,26 @@ def _without_hooks(module: nn.Module) -> Iterator[None]:
             hooks.update(own)
 
 
-def watch_parameters(registered: Callable[[nn.Module, str, nn.Parameter], None]) -> Watched:
+def watch_parameters(registered: Callable[[nn.Module, str, nn.Parameter], None]) -> ExitStack:
     """Tells of every parameter that any module registers, by module and name, just before."""
-    return Watched(register_module_parameter_registration_hook(registered).remove)
+    return _watched(register_module_parameter_registration_hook(registered))
 
 
 def watch_arguments(
     model: nn.Module,
     before: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None],
     after: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None],
-) -> Watched:
+) -> ExitStack:
     """Shows each call of a model with its arguments, and then with its output. Both may raise, and change nothing."""
-    return Watched(
-        model.register_forward_pre_hook(_Hook(before), with_kwargs=True).remove,
-        model.register_forward_hook(_Hook(after), with_kwargs=True).remove,
+    return _watched(
+        model.register_forward_pre_hook(_Hook(before), with_kwargs=True),
+        model.register_forward_hook(_Hook(after), with_kwargs=True),
     )
+
+
+def _watched(*handles: RemovableHandle) -> ExitStack:
+    """Takes the hooks off when it is closed."""
+    hooks = ExitStack()
+    for handle in handles:
+        hooks.callback(handle.remove)
+    return hooks

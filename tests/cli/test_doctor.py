@@ -54,7 +54,7 @@ def test_what_can_be_no_disk_tier_is_a_fault_with_what_mends_it(report, tmp_path
     place.mkdir()
     (place / "file").touch()
     if fails:
-        monkeypatch.setattr("patrickstar.memory.filesystem.FileIO", lambda: FaultyIO(Fails("open", fails)))
+        monkeypatch.setattr("patrickstar.memory.disk.FileIO", lambda: FaultyIO(Fails("open", fails)))
     assert says.format(place / name) in report("--disk", str(place / name), status=1)
     assert json.loads(report("--json", "--disk", str(place / name), status=1))["faults"] == ["disk"]
     assert [file.name for file in place.iterdir()] == ["file"]

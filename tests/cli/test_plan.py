@@ -104,9 +104,9 @@ def test_a_name_is_planned_without_its_weights(capsys):
 @pytest.fixture
 def read_only(tmp_path, monkeypatch):
     """A directory in which nothing can be made, and where, as there as a rule, nothing is free."""
-    monkeypatch.setattr("patrickstar.memory.filesystem.FileIO", lambda: FaultyIO(Fails("open", errno.EROFS, times=99)))
+    monkeypatch.setattr("patrickstar.memory.disk.FileIO", lambda: FaultyIO(Fails("open", errno.EROFS, times=99)))
     full = SimpleNamespace(f_bavail=0, f_frsize=4096)
-    monkeypatch.setattr("patrickstar.memory.filesystem.os.statvfs", lambda _: full)
+    monkeypatch.setattr("patrickstar.memory.disk.os.statvfs", lambda _: full)
     return tmp_path / "read-only"
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from patrickstar.core.chunk_size import search_chunk_numel
-from patrickstar.core.formats import FP32, bf16_formats
+from patrickstar.core.formats import FP32, formats_of_16_bits
 from patrickstar.core.layout import Group, TensorSpec, build_layout
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, PlaneRef
 from patrickstar.plan.residency import bytes_of_slot, slots_of
@@ -25,18 +25,18 @@ def test_fp32_has_four_planes_of_four_bytes_and_cannot_be_changed() -> None:
 
 def test_formats_are_values_of_which_others_are_made() -> None:
     specs = [TensorSpec("a", (2048,)), TensorSpec("frozen", (2048,), trainable=False)]
-    layout, formats = build_layout(specs, chunk_numel=2048), bf16_formats()
+    layout, formats = build_layout(specs, chunk_numel=2048), formats_of_16_bits("bf16")
     assert [formats.is_trained(chunk, layout) for chunk in (0, 1)] == [True, False]
     grown = formats.thaw([1]).widen(0)
     assert [grown.is_trained(chunk, layout) for chunk in (0, 1)] == [True, True]
     assert [grown.of(PlaneRef(chunk, GRAD), layout).dtype for chunk in (0, 1)] == ["float32", "bfloat16"]
     assert (grown.planes, grown.narrowest) == (formats.planes, formats.narrowest)
-    assert formats == bf16_formats() != grown
+    assert formats == formats_of_16_bits("bf16") != grown
 
 
-@pytest.mark.parametrize(("gradient", "nbytes"), [("bfloat16", 14), ("float32", 16)])
-def test_a_parameter_of_the_split_master_takes_as_many_bytes_as_planned(gradient: str, nbytes: int) -> None:
-    formats = bf16_formats(gradient=gradient)
+@pytest.mark.parametrize(("adds_up", "nbytes"), [(False, 14), (True, 16)])
+def test_a_parameter_of_the_split_master_takes_as_many_bytes_as_planned(adds_up: bool, nbytes: int) -> None:
+    formats = formats_of_16_bits("bf16", adds_up=adds_up)
     assert sum(form.itemsize for form in formats.planes.values()) == nbytes
     layout = build_layout([TensorSpec("a", (2048,))], chunk_numel=2048)
     units = list(formats.units(layout, PLANES))
@@ -50,7 +50,7 @@ def test_what_stays_whole_has_chunks_of_its_own_and_no_rest() -> None:
         TensorSpec("b", (1024,)),
         TensorSpec("scale", (5000,), whole=True),
     ]
-    layout, formats = build_layout(specs, chunk_numel=2048), bf16_formats()
+    layout, formats = build_layout(specs, chunk_numel=2048), formats_of_16_bits("bf16")
     assert [run.tensors for run in layout.runs] == [("a", "b"), ("norm",), ("scale",)]
     assert layout.groups == (Group(0), Group(1, whole=True))
     assert [ref for ref in formats.units(layout, PLANES) if ref.plane == REST] == [PlaneRef(0, REST)]

@@ -1,4 +1,4 @@
-"""memory/readiness.py: who waits for whom, place by place."""
+"""memory/works_under_way.py: who waits for whom, place by place."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
-from patrickstar.memory.readiness import Readiness
 from patrickstar.memory.stream_lane import StreamLane
+from patrickstar.memory.works_under_way import Readiness
 from tests.cuda.schedules import FEW_SCHEDULES, Accelerator, under
 
 CUDA = torch.device("cuda", 0)

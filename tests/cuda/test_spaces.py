@@ -1,4 +1,4 @@
-"""memory/space.py, device_space.py, driver.py: slots on a device, and slots of the host that it copies by itself."""
+"""memory/space.py, driver.py: slots on a device, and slots of the host that it copies by itself."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 from patrickstar.errors import DeviceError, StateError
 from patrickstar.memory import driver
 from patrickstar.memory.arena import Arena
-from patrickstar.memory.device_space import DeviceSpace
-from patrickstar.memory.space import PinnedSpace
+from patrickstar.memory.space import DeviceSpace, PinnedSpace
 from patrickstar.memory.stream_lane import StreamTicket
 from patrickstar.units import MIB
 from tests.cuda.schedules import FEW_SCHEDULES, Accelerator

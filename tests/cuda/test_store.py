@@ -13,12 +13,11 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Touch
 from patrickstar.memory.arena import Arena
-from patrickstar.memory.device_space import DeviceSpace
 from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.lanes import Task
-from patrickstar.memory.links import lanes_of
-from patrickstar.memory.space import PinnedSpace
+from patrickstar.memory.space import DeviceSpace, PinnedSpace
 from patrickstar.memory.store import ChunkStore
+from patrickstar.memory.works_under_way import lanes_of
 from patrickstar.plan.actions import Drop, Issue, Wait, Work
 from tests.cuda.schedules import SCHEDULES, Accelerator, under
 from tests.memory.stores import SLOT_BYTES, store_of

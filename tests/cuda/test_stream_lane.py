@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from patrickstar.errors import DeviceError
-from patrickstar.memory.lanes import CompletedTicket, Ticket
+from patrickstar.memory.lanes import CompletedTicket, ThreadLane, Ticket
 from patrickstar.memory.stream_lane import StreamLane, StreamTicket
-from patrickstar.memory.thread_lane import ThreadLane
 from tests.cuda.schedules import FEW_SCHEDULES, Accelerator, under
 from tests.memory.test_lanes import (  # noqa: F401
     test_a_failure_is_that_of_what_comes_after_it_and_of_nothing_else,

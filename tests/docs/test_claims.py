@@ -15,7 +15,7 @@ import torch
 
 import patrickstar
 from patrickstar.config.arguments import DEVICES
-from patrickstar.memory.filesystem import DISK_SHARE
+from patrickstar.memory.disk import DISK_SHARE
 from patrickstar.step.budgets import DEVICE_SHARE, HOST_SHARE, resolve_device
 from tests.docs.pages import ROOT
 

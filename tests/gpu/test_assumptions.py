@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from patrickstar.memory.arena import Arena
-from patrickstar.memory.device_space import DeviceSpace
 from patrickstar.memory.driver import DeviceAddresses, granule_bytes
-from patrickstar.memory.space import PinnedSpace
+from patrickstar.memory.space import DeviceSpace, PinnedSpace
 from patrickstar.memory.stream_lane import StreamLane
 from tests.gpu.test_traps import over
 

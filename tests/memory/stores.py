@@ -12,10 +12,9 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.disk import DiskPool
-from patrickstar.memory.links import MakeLane
 from patrickstar.memory.store import ChunkStore
 from patrickstar.memory.unit_bytes import UnitBytes
-from patrickstar.memory.works_under_way import WorksUnderWay
+from patrickstar.memory.works_under_way import MakeLane, WorksUnderWay
 from patrickstar.plan.plan import Snapshot
 from patrickstar.plan.residency import Residency
 
@@ -38,3 +37,10 @@ def store_of(
     state = Residency.of(Snapshot(Tier.DEVICE, SLOT_BYTES, homes, slots, newest={}, taken={}))
     units = UnitBytes(state=state, arenas=arenas, disk=disk, dtype=lambda _: torch.float32, ledger=ledger or resting)
     return ChunkStore(units, WorksUnderWay(units, make_lane, chunks=slots.__getitem__, **more))
+
+
+def keep_log(store: Any) -> Any:
+    """The store, which keeps in `log` the actions that it carries out from now on: what a session has really done."""
+    do, store.log = store._do, []
+    store._do = lambda *action: (do(*action), store.log.append(action[0]))
+    return store

@@ -126,7 +126,7 @@ def test_every_tensor_has_a_storage_of_its_own_over_the_same_bytes():
 
 def test_slots_lie_at_their_addresses():
     host = arena(slot_bytes=12 * KIB)
-    start = host._space._start
+    start = host.space._start
     first = host.take(2)
     tensor = host.wrapping(first, 2, torch.float32)()
     assert start % HUGE_PAGE_BYTES == 0
@@ -268,7 +268,7 @@ def test_a_forked_child_is_told_and_does_not_disturb_the_parent():
         # The range is free in the child, so its own memory may come to lie there; it must outlive the arena's end.
         libc = ctypes.CDLL(None)
         libc.mmap.restype = ctypes.c_void_p
-        start = host._space._start
+        start = host.space._start
         own = libc.mmap(ctypes.c_void_p(start), ctypes.c_size_t(4 * KIB), 3, 0x22, -1, ctypes.c_long(0))
         host.close()
         del host

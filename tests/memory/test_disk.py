@@ -116,15 +116,15 @@ def test_a_large_unit_moves_in_blocks(tmp_path):
 
 def test_extents_are_aligned_and_apart_and_files_are_the_owners_one_for_each_plane(tmp_path):
     pool = pool_in(tmp_path)
-    extents = sorted((pool.extent(ref) for ref in UNITS), key=lambda extent: (extent.path, extent.offset))
+    extents = sorted((pool.extent(ref) for ref in UNITS), key=lambda extent: (extent.file.path, extent.offset))
     for one, following in itertools.pairwise(extents):
-        assert one.path != following.path or one.offset + one.nbytes <= following.offset
+        assert one.file.path != following.file.path or one.offset + one.nbytes <= following.offset
     assert all(extent.offset % ALIGNMENT == 0 for extent in extents)
     assert sorted(path.suffix for path in pool._files) == [".exp_avg", ".weight"]
     assert sum(path.stat().st_size for path in pool._files) == pool.nbytes == sum(UNITS.values())
     assert {path.stat().st_mode & 0o777 for path in pool._files} == {0o600}
     assert all(path.stat().st_blocks * 512 >= path.stat().st_size for path in pool._files)  # preallocated
-    flags = {fcntl.fcntl(extent.fd, fcntl.F_GETFL) & os.O_DIRECT for extent in extents}
+    flags = {fcntl.fcntl(extent.file.fd, fcntl.F_GETFL) & os.O_DIRECT for extent in extents}
     assert flags == ({os.O_DIRECT} if pool.direct else {0})
 
 
@@ -138,7 +138,7 @@ def test_units_lie_in_the_order_in_which_they_are_first_used_and_stay_there(tmp_
     pool.add({first: 2 * ALIGNMENT})
     pool.take(first)
     written(pool, first, noise(2 * ALIGNMENT))
-    assert pool.extent(first).path != pool.extent(last).path
+    assert pool.extent(first).file.path != pool.extent(last).file.path
     assert pool.extent(last).offset == ALIGNMENT
 
 
@@ -158,7 +158,7 @@ def test_interrupted_and_short_transfers_are_continued(tmp_path, io_type, faults
     io.counts.clear()
     io.faults = list(faults)
     # The kernel itself refuses a direct request within a block; that one comes up short there is what is played here.
-    for fd in {pool.extent(ref).fd for ref in UNITS}:
+    for fd in {pool.extent(ref).file.fd for ref in UNITS}:
         io.set_buffered(fd)
     written(pool, FIRST, content)
     assert read(pool, FIRST) == content
@@ -188,7 +188,7 @@ def test_a_failed_transfer_names_file_offset_and_bytes_and_spoils_nothing_else(t
     io.faults = [fault, *blocks]
     work = pool.writing(ref, source) if doing == "write" else pool.reading(ref, page_aligned(bytes(UNITS[ref])))
     extent = pool.extent(ref)
-    expected = f"{extent.path}: cannot {doing} {KIB64} bytes at offset {extent.offset + KIB64}: {reason}"
+    expected = f"{extent.file.path}: cannot {doing} {KIB64} bytes at offset {extent.offset + KIB64}: {reason}"
     with pytest.raises(DeviceError, match=re.escape(expected)):
         work()
     assert fault in io.hit
@@ -261,7 +261,7 @@ def test_a_file_system_without_direct_transfers_is_announced_once(tmp_path, capl
     assert str(tmp_path) in messages[0]
     assert not pool.direct
     for extent in map(pool.extent, UNITS):
-        assert not fcntl.fcntl(extent.fd, fcntl.F_GETFL) & os.O_DIRECT
+        assert not fcntl.fcntl(extent.file.fd, fcntl.F_GETFL) & os.O_DIRECT
 
 
 def test_a_disk_that_is_memory_is_announced(tmp_path, caplog, monkeypatch):
@@ -295,7 +295,7 @@ def test_a_file_that_was_taken_for_stale_while_it_was_made_is_made_anew(tmp_path
     pool = pool_in(tmp_path, Raced(), units={FIRST: UNITS[FIRST]})
     written(pool, FIRST, noise(UNITS[FIRST]))
     assert read(pool, FIRST) == noise(UNITS[FIRST])
-    assert pool.extent(FIRST).path.exists()
+    assert pool.extent(FIRST).file.path.exists()
 
 
 # Units that come later

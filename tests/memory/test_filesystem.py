@@ -1,4 +1,4 @@
-"""memory/filesystem.py: a disk directory is made, refused with what to do, and known for what it is."""
+"""memory/disk.py: the disk directory is made, refused with what to do, and known for what it is."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from patrickstar.errors import DeviceError
-from patrickstar.memory.disk import remove_stale_files
-from patrickstar.memory.filesystem import expect_usable, free_bytes, kept_in_memory, prepare_directory
+from patrickstar.memory.disk import expect_usable, free_bytes, kept_in_memory, prepare_directory, remove_stale_files
 from tests.faults import Fails, FaultyIO
 
 

@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 
 from patrickstar.core.machine import Tier
 from patrickstar.errors import DeviceError, StateError
-from patrickstar.memory.lanes import InlineLane, Lane
-from patrickstar.memory.links import lanes_of
-from patrickstar.memory.thread_lane import Job, PacedLane, StressedLane, ThreadLane, Workers
+from patrickstar.memory.lanes import InlineLane, Job, Lane, PacedLane, StressedLane, ThreadLane, Workers
+from patrickstar.memory.works_under_way import lanes_of
 from tests.forked import in_forked_child
 from tests.manual_lane import ManualLane, RandomLane
 
@@ -265,7 +264,7 @@ def test_a_thread_that_ends_between_two_works_loses_none(monkeypatch: pytest.Mon
 
 def test_a_program_ends_though_a_lane_is_not_closed_and_what_was_issued_is_done() -> None:
     program = (
-        "import time; from patrickstar.memory.thread_lane import StressedLane, ThreadLane\n"
+        "import time; from patrickstar.memory.lanes import StressedLane, ThreadLane\n"
         "lane = ThreadLane('test'); lane.issue(lambda: time.sleep(0.2) or print('done', flush=True))"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)

@@ -10,9 +10,8 @@ import pytest
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.memory.arena import Arena
-from patrickstar.memory.lanes import InlineLane, Lane
+from patrickstar.memory.lanes import InlineLane, Lane, ThreadLane
 from patrickstar.memory.store import ChunkStore
-from patrickstar.memory.thread_lane import ThreadLane
 from patrickstar.plan.actions import Drop, Issue, Wait, Work
 from patrickstar.plan.residency import InvariantError
 from tests.manual_lane import ManualLane

@@ -31,19 +31,19 @@ ENGINE: tuple[Mutant, ...] = (
     Fault("a-warm-up-is-one-step-ahead", "optim.schedules:_warmup").by(
         without("1", nth=1), "tests/optim/test_schedules.py::test_a_decay_ends_at_the_low_end_and_goes_no_further"
     ),
-    Fault("micro-batches-are-summed-not-averaged", "engine.engine:Engine.backward").by(
+    Fault("micro-batches-are-summed-not-averaged", "engine:Engine.backward").by(
         drop("loss"), f"{RUN}::test_accumulation_and_clipping_take_effect"
     ),
-    Fault("gradients-are-zeroed-between-boundaries", "engine.engine:EngineOptimizer.zero_grad").by(
+    Fault("gradients-are-zeroed-between-boundaries", "engine:EngineOptimizer.zero_grad").by(
         always("micro_steps"), f"{RUN}::test_accumulation_and_clipping_take_effect"
     ),
-    Fault("the-schedule-does-not-wait-for-an-update", "engine.engine:EngineOptimizer.step").by(
+    Fault("the-schedule-does-not-wait-for-an-update", "engine:EngineOptimizer.step").by(
         always("_updated"), f"{RUN}::test_a_step_that_overflows_is_skipped_and_the_schedule_waits"
     ),
-    Fault("an-engine-warns-of-what-the-original-never-closed", "engine.initialize:initialize_engine").by(
+    Fault("an-engine-warns-of-what-the-original-never-closed", "engine:initialize_engine").by(
         drop("detach"), f"{RUN}::test_an_engine_need_not_be_closed_as_in_the_original"
     ),
-    Fault("a-chunk-size-that-is-a-bound-is-taken-for-the-size", "engine.initialize:memory_for").by(
+    Fault("a-chunk-size-that-is-a-bound-is-taken-for-the-size", "engine:memory_for").by(
         replace("hint < target_numel(numel)", "hint > 0"),
         f"{RUN}::test_a_chunk_size_is_an_upper_bound_and_never_more_than_the_model_needs",
     ),

@@ -55,7 +55,7 @@ MOVING: tuple[Mutant, ...] = (
         replace("calls.pop()", "call"),
         "tests/memory/test_lanes.py::test_a_ticket_that_is_kept_keeps_nothing_of_what_comes_after_it",
     ),
-    Fault("a-thread-waits-for-nothing", "memory.thread_lane:ThreadLane.issue").by(
+    Fault("a-thread-waits-for-nothing", "memory.lanes:ThreadLane.issue").by(
         replace("when_all_settled(...)", "self._start(work, (), end)"),
         "tests/memory/test_lanes.py::test_a_work_begins_when_all_that_it_comes_after_has_ended[thread]",
     ),
@@ -123,7 +123,7 @@ MOVING: tuple[Mutant, ...] = (
         drop("trim"), f"{HOST_BOUND}::test_no_more_slots_hold_pages_than_the_budget_has_room_for"
     ),
     Fault("trimmed-pages-are-not-given-back", "memory.arena:Arena._take_away").by(
-        never("_space"), "tests/memory/test_arena.py::test_trim_gives_the_pages_of_free_slots_back_at_once"
+        never("space"), "tests/memory/test_arena.py::test_trim_gives_the_pages_of_free_slots_back_at_once"
     ),
     Fault("a-short-transfer-is-taken-for-a-whole-one", "memory.fileio:_transfer").by(
         replace("done < nbytes", "not done"),

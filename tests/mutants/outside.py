@@ -26,11 +26,11 @@ OUTSIDE: tuple[Mutant, ...] = (
         drop("if len(self._handler_and_came) > 1: ..."),
         "tests/memory/test_interruptions.py::test_what_has_begun_ends_and_whoever_asked_is_told_then",
     ),
-    Fault("a-work-is-taken-before-its-owner-is-noted", "memory.thread_lane:Workers._next").by(
+    Fault("a-work-is-taken-before-its-owner-is-noted", "memory.lanes:Workers._next").by(
         drop("_taken", nth=2), "tests/memory/test_lanes.py::test_a_thread_that_ends_between_two_works_loses_none"
     ),
-    Fault("what-ends-a-thread-interrupts-whoever-waits", "memory.thread_lane:_do").by(
-        replace("end.set_exception(failure)", "end.set_exception(error)"),
+    Fault("what-ends-a-thread-interrupts-whoever-waits", "memory.lanes:Job.do").by(
+        replace("DeviceError(...)", "ending"),
         "tests/memory/test_lanes.py::test_a_work_that_ends_its_thread_is_a_failure_like_any_other",
     ),
     Fault("a-forecast-depends-on-those-before", "tracing.trial_operations:result_of").by(
@@ -158,7 +158,7 @@ OUTSIDE: tuple[Mutant, ...] = (
     Fault("a-directory-that-cannot-be-written-is-a-lack-of-memory", "session.manage:_assembled").by(
         drop("expect_usable"), f"{DISK}::test_a_directory_that_cannot_be_written_is_no_lack_of_memory[is there-EROFS]"
     ),
-    Fault("the-file-that-tries-a-directory-stays", "memory.filesystem:expect_usable").by(
+    Fault("the-file-that-tries-a-directory-stays", "memory.disk:expect_usable").by(
         drop("callback", nth=2),
         "tests/memory/test_filesystem.py::test_a_directory_is_tried_and_left_as_it_was[is there]",
     ),

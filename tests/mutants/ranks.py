@@ -282,7 +282,7 @@ RANKS: tuple[Mutant, ...] = (
     Fault("gradients are not foreseen to be sent", "parameters.exchange:Nobody.reduce").by(
         drop("self.sent_bytes"), f"{SENT}[2 ranks-gpt2]"
     ),
-    Fault("a config's whole batch is one rank's", "engine.initialize:initialize_engine").by(
+    Fault("a config's whole batch is one rank's", "engine:initialize_engine").by(
         without("ranks="),
         "tests/session/test_engine_of_ranks.py::test_the_loop_has_the_bits_of_one_process_with_all_gradients",
     ),

@@ -48,10 +48,10 @@ STREAMS: tuple[Mutant, ...] = (
     Fault("gradients-of-other-streams-are-not-waited-for", "parameters.exchange:BackwardSums.take").by(
         drop("use"), *RANKS
     ),
-    Fault("a-kernel-does-not-wait-for-its-weight", "memory.readiness:Readiness.compute").by(
+    Fault("a-kernel-does-not-wait-for-its-weight", "memory.works_under_way:Readiness.compute").by(
         drop("wait_on_device", nth=1), *TRAINING
     ),
-    Fault("a-stream-takes-what-another-has-waited-for", "memory.readiness:Readiness.compute").by(
+    Fault("a-stream-takes-what-another-has-waited-for", "memory.works_under_way:Readiness.compute").by(
         replace("number not in self._seen.setdefault(...)", "not self._seen.setdefault(place, set())"), *SIDE
     ),
     Fault("a-slot-is-given-back-before-its-kernels-are-done", "memory.works_under_way:WorksUnderWay.give_slots").by(
@@ -77,15 +77,15 @@ STREAMS: tuple[Mutant, ...] = (
         replace("writes(...)", "(() if kind is WorkKind.UPDATE else _)"),
         f"{STORE}::test_a_unit_is_updated_after_what_was_computed_and_used_after_that[(0.0, 0)-False]",
     ),
-    Fault("only-the-first-stream-that-computes-is-waited-for", "memory.readiness:Readiness.compute").by(
+    Fault("only-the-first-stream-that-computes-is-waited-for", "memory.works_under_way:Readiness.compute").by(
         replace("self._streams.setdefault(...)", "self._streams or _"), *SIDE
     ),
-    Fault("the-host-does-not-wait-for-what-it-reads", "memory.readiness:Readiness.wait").by(
+    Fault("the-host-does-not-wait-for-what-it-reads", "memory.works_under_way:Readiness.wait").by(
         drop("for ticket in self.before_writing(place): ..."),
         f"{STORE}::test_a_unit_is_updated_after_what_was_computed_and_used_after_that[(0.0, 0)-False]",
     ),
-    Fault("a-copy-that-reads-is-forgotten", "memory.readiness:Readiness.read").by(drop("append"), *TRAINING),
-    Fault("a-kernel-writes-while-a-copy-reads", "memory.readiness:Readiness.compute").by(
+    Fault("a-copy-that-reads-is-forgotten", "memory.works_under_way:Readiness.read").by(drop("append"), *TRAINING),
+    Fault("a-kernel-writes-while-a-copy-reads", "memory.works_under_way:Readiness.compute").by(
         drop("for ticket in self._read.pop(place, ()): ..."),
         "tests/cuda/test_readiness.py::test_a_kernel_that_writes_waits_for_copies_that_read[(0.0, 0)-True]",
     ),
@@ -106,12 +106,12 @@ STREAMS: tuple[Mutant, ...] = (
         drop("for ticket in self._readiness.computed(): ..."),
         f"{HERE}::test_a_session_that_is_closed_waits_for_what_uses_its_slots[(0.0, 0)]",
     ),
-    Fault("pieces-of-memory-go-with-the-first-slot-in-them", "memory.device_space:DeviceSpace.discard").by(
+    Fault("pieces-of-memory-go-with-the-first-slot-in-them", "memory.space:DeviceSpace.discard").by(
         always("_prepared"),
         "tests/cuda/test_spaces.py::test_slots_have_memory_from_their_first_use_until_they_are_trimmed[(0.0, 0)-1048576]",
     ),
-    Fault("all-units-are-copied-as-one", "memory.space:copy_by_unit").by(
-        replace("for offset in range(...): ...", "unit_bytes = nbytes; _"),
+    Fault("all-units-are-copied-as-one", "memory.space:Space.copy_from").by(
+        assign("unit_bytes", "nbytes"),
         "tests/cuda/test_spaces.py::test_bytes_go_to_the_device_and_back[(0.0, 0)-4096]",
     ),
     Fault("a-flag-on-the-device-is-read-at-once", "step.overflow:OverflowFlag.of").by(
@@ -256,16 +256,14 @@ STREAMS: tuple[Mutant, ...] = (
     Fault("a-lane-whose-device-has-failed-cannot-be-closed", "memory.stream_lane:StreamLane.drain").by(
         without("suppress(...)"), f"{FAILURE}::test_a_lane_of_a_failed_device_ends_its_tickets"
     ),
-    Fault("where-a-failure-was-noticed-first-is-forgotten", "memory.device_failure:located").by(
-        without("error.where"), f"{FAILURE}::test_the_innermost_place_is_named"
+    Fault("where-a-failure-was-noticed-first-is-forgotten", "memory.device_failure:DeviceFailureError.__init__").by(
+        without("shown.where"), f"{FAILURE}::test_the_innermost_place_is_named"
     ),
-    Fault("a-stream-does-not-wait-for-a-copy-of-anothers", "memory.readiness:CopyStreams.use").by(
+    Fault("a-stream-does-not-wait-for-a-copy-of-anothers", "memory.leases:CopyStreams.use").by(
         drop("wait_on_device"), *VIEW
     ),
-    Fault("a-copy-goes-while-another-stream-uses-it", "memory.readiness:CopyStreams.use").by(
-        drop("record_stream"), *VIEW
-    ),
-    Fault("memory-is-taken-away-and-waited-for", "memory.device_space:DeviceSpace.can_lend").by(
+    Fault("a-copy-goes-while-another-stream-uses-it", "memory.leases:CopyStreams.use").by(drop("record_stream"), *VIEW),
+    Fault("memory-is-taken-away-and-waited-for", "memory.space:DeviceSpace.can_lend").by(
         returns("False"),
         f"{SPACES}::test_memory_goes_from_slots_apart_to_slots_side_by_side_without_a_wait[(0.0, 0)-True]",
     ),
@@ -288,7 +286,7 @@ STREAMS: tuple[Mutant, ...] = (
         drop("_take_last_error"),
         "tests/cuda/test_spaces.py::test_a_refusal_to_pin_leaves_no_error_to_the_next_kernel[(0.0, 0)]",
     ),
-    Fault("memory-of-a-closed-session-goes-while-it-is-used", "memory.device_space:_close_after").by(
+    Fault("memory-of-a-closed-session-goes-while-it-is-used", "memory.space:_close_after").by(
         drop("synchronize"),
         "tests/cuda/test_spaces.py::test_memory_of_a_closed_arena_stays_until_what_is_queued_has_used_it[(0.0, 0)]",
     ),
@@ -321,7 +319,7 @@ STREAMS: tuple[Mutant, ...] = (
     Fault("nobody-waits-for-a-copy-on-the-device", "memory.works_under_way:WorksUnderWay._note_places").by(
         drop("written"), *TRAINING
     ),
-    Fault("a-stream-that-has-waited-once-waits-no-more", "memory.readiness:Readiness.written").by(
+    Fault("a-stream-that-has-waited-once-waits-no-more", "memory.works_under_way:Readiness.written").by(
         drop("_seen.pop"),
         f"{STORE}::test_a_unit_is_updated_after_what_was_computed_and_used_after_that[(0.0, 0)-False]",
     ),
@@ -331,7 +329,7 @@ STREAMS: tuple[Mutant, ...] = (
     Fault("a-lane-is-drained-when-all-is-queued", "memory.stream_lane:StreamLane.drain").by(
         drop("synchronize"), f"{LANE}::test_after_drain_nothing_is_under_way[(0.0, 0)]"
     ),
-    Fault("a-work-of-the-host-begins-when-the-devices-is-queued", "memory.thread_lane:_do").by(
+    Fault("a-work-of-the-host-begins-when-the-devices-is-queued", "memory.lanes:end_of").by(
         replace("ticket.wait", "ticket.wait_until_settled"),
         f"{LANE}::test_a_work_of_the_host_comes_after_one_of_the_device[(0.0, 0)]",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.mutant import Fault, Mutant
-from tests.mutants.operators import always, drop, never, replace, without
+from tests.mutants.operators import drop, never, replace, without
 
 LINE = "tests/session/test_scripts.py::test_a_line_means_what_it_means_in_plain_pytorch"
 GRADIENTS = "tests/session/test_gradients.py"
@@ -74,8 +74,8 @@ TRAINING: tuple[Mutant, ...] = (
         replace("lacks.masked_fill_(...)", "lacks.zero_()"),
         "tests/session/test_sixteen_bits.py::test_a_change_by_hand_is_carried_into_the_master[bf16-by_index]",
     ),
-    Fault("gradients-of-several-backwards-add-up-in-16-bits", "core.formats:bf16_formats").by(
-        always('gradient == "bfloat16"'),
+    Fault("gradients-of-several-backwards-add-up-in-16-bits", "core.formats:formats_of_16_bits").by(
+        never("adds_up"),
         "tests/session/test_scripts.py::test_gradients_that_are_said_to_add_up_do_so_in_fp32[bf16-fp32]",
     ),
     Fault("all-tensors-share-one-step-count", "step.optimizer_step:OptimizerStep.order").by(

@@ -13,7 +13,7 @@ from random import Random
 from typing import Final, NamedTuple
 
 from patrickstar.core.machine import Tier
-from patrickstar.memory.links import MakeLane
+from patrickstar.memory.works_under_way import MakeLane
 from patrickstar.plan.update_choice import UpdateChoice
 from tests.lanes import COMBINED
 from tests.parity.cover import few

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import pytest
 
-from patrickstar.core.formats import FP32, SessionFormats, bf16_formats
+from patrickstar.core.formats import FP32, SessionFormats, formats_of_16_bits
 from patrickstar.core.layout import Layout, TensorSpec, build_layout
 from patrickstar.core.planes import GradientUse
 from patrickstar.core.trace import Touch
@@ -27,7 +27,7 @@ def layout() -> Layout:
 
 
 def touches(gradients: GradientUse, *, split: bool = False, updates: Collection[str] = ("a", "b", "table")) -> Touches:
-    formats = SessionFormats(bf16_formats() if split else FP32)
+    formats = SessionFormats(formats_of_16_bits("bf16") if split else FP32)
     return Touches(layout(), gradients=gradients, updates=updates.__contains__, formats=formats, counts=UseCounts())
 
 
@@ -51,7 +51,7 @@ def test_a_gradient_that_is_kept_is_written_in_its_plane_chunk_by_chunk() -> Non
 
 @pytest.mark.parametrize("split", [False, True])
 def test_an_update_touches_the_same_when_a_gradient_arrives_and_at_the_step(split: bool) -> None:
-    formats = bf16_formats() if split else FP32
+    formats = formats_of_16_bits("bf16") if split else FP32
     now = moments_of(touches(GradientUse.UPDATE, split=split), "a")
     trace = step_trace(layout(), ["a"], formats=formats, in_plane=False)
     assert now == [texts(moment.touches) for moment in trace.moments]

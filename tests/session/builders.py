@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import patrickstar
 from patrickstar import BudgetError
 from patrickstar.core.planes import STEP
-from patrickstar.memory.links import MakeLane
+from patrickstar.memory.works_under_way import MakeLane
 from patrickstar.plan.actions import Issue, Wait
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.update_choice import UpdateChoice
@@ -359,5 +359,5 @@ def update_moments(plan: Plan) -> tuple[dict[int, int], dict[int, int]]:
 
 
 def store_of(session: patrickstar.Session) -> Any:
-    """What carries out actions: its log is what a session has really done."""
+    """What carries out actions."""
     return session._parts.executor.store

@@ -61,7 +61,7 @@ def test_what_takes_steps_is_built_over_a_memory_that_is_there(machine: str, tmp
     assert any(store.ledger.moved.values())
     for name, parameter in plain.named_parameters():
         assert same_bits(parts.weights.read(name), parameter.detach())
-    root.remove()
+    root.close()
     parts.stretches.end()
     parts.binding.release(lambda bound: parts.weights.read(bound.name))
     store.close()

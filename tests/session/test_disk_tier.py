@@ -75,7 +75,7 @@ def test_a_directory_that_cannot_be_used_is_refused(
 ) -> None:
     """`tests/memory` has more that cannot be one."""
     if fault == "full":
-        monkeypatch.setattr("patrickstar.memory.filesystem.os.statvfs", lambda _: FULL)
+        monkeypatch.setattr("patrickstar.memory.disk.os.statvfs", lambda _: FULL)
     elif fault is not None:
         monkeypatch.setattr("patrickstar.memory.disk.FileIO", lambda: FaultyIO(fault))
     refused(tmp_path / directory, re.escape(says.replace("tmp_path", str(tmp_path))))
@@ -95,8 +95,8 @@ def test_a_directory_that_cannot_be_written_is_no_lack_of_memory(
     disk = tmp_path / "disk"
     if there:
         disk.mkdir()
-    monkeypatch.setattr("patrickstar.memory.filesystem.FileIO", lambda: FaultyIO(Fails("open", number, times=99)))
-    monkeypatch.setattr("patrickstar.memory.filesystem.os.statvfs", lambda _: FULL)
+    monkeypatch.setattr("patrickstar.memory.disk.FileIO", lambda: FaultyIO(Fails("open", number, times=99)))
+    monkeypatch.setattr("patrickstar.memory.disk.os.statvfs", lambda _: FULL)
     refused(disk, f"disk='{re.escape(str(disk))}': files cannot be made in .*{re.escape(os.strerror(number))}; ")
     assert disk.exists() is there
     assert not ours(tmp_path)

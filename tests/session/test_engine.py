@@ -18,7 +18,7 @@ from patrickstar import BudgetError, ConfigError, LayoutError, StateError
 from patrickstar.config.engine.read import read_config
 from patrickstar.core.chunk_size import target_numel
 from patrickstar.deferred.deferred_init import is_building
-from patrickstar.engine.initialize import memory_for
+from patrickstar.engine import memory_for
 from patrickstar.runtime import initialize_engine
 from tests.composed import Composed
 from tests.parity.compare import compare_mappings

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from patrickstar.engine import initialize
+from patrickstar import engine as engines
 from patrickstar.errors import ConfigError
 from patrickstar.runtime import initialize_engine
 from tests.ranks import Team, all_well
@@ -93,7 +93,7 @@ def test_what_does_not_go_with_these_ranks_is_refused_on_all(two: Team, given: d
 
 def test_under_torchrun_a_process_group_is_made_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    monkeypatch.setattr(initialize, "begin_process_group", lambda: made.append("group"))
+    monkeypatch.setattr(engines, "begin_process_group", lambda: made.append("group"))
     for name, value in {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     for size in ("1", "2"):

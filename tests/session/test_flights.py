@@ -18,8 +18,7 @@ import patrickstar
 from patrickstar import BudgetError, DeviceError, StateError
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, PlaneRef
-from patrickstar.memory.lanes import Lane, Task, Ticket
-from patrickstar.memory.thread_lane import ThreadLane
+from patrickstar.memory.lanes import Lane, Task, ThreadLane, Ticket
 from patrickstar.plan.actions import Issue, Wait, is_copy
 from patrickstar.plan.plan import Plan
 from tests.faults import FaultyIO

@@ -13,6 +13,7 @@ import patrickstar
 from patrickstar import BudgetError
 from patrickstar.core.machine import Tier
 from patrickstar.plan.actions import is_copy
+from tests.memory.stores import keep_log
 from tests.parity.compare import same_bits
 from tests.session import masters
 from tests.session.builders import CHUNK, SLOT, TIGHT, WIDTH, Adapted, adamw, batch, finish, managed, mlp, options
@@ -55,8 +56,7 @@ def test_what_is_frozen_is_not_written_back(kind: str, tmp_path: Path) -> None:
     model = Adapted()
     memory = {"device": "cpu", "host_memory": (5 if kind == "fp32" else 4) * SLOT + 4096, "disk": tmp_path / "disk"}
     with manage(model, kind, **memory) as session:
-        store = session._parts.executor.store
-        store.keep_log = True
+        store = keep_log(session._parts.executor.store)
         for number in range(4):
             managed_step(session, model, first=number)
         frozen = {session.layout.slices[name].chunk for name, p in model.named_parameters() if not p.requires_grad}

@@ -19,6 +19,7 @@ from patrickstar.plan.actions import Issue
 from patrickstar.plan.pilot import Pilot
 from patrickstar.plan.stretch import Stretch, StretchKind
 from patrickstar.tracing.offline import OfflineTracer
+from tests.memory.stores import keep_log
 from tests.session.builders import in_the_smallest, machine_with, options, store_of
 
 pytestmark = pytest.mark.blocks
@@ -179,8 +180,7 @@ def test_a_step_is_neither_traced_nor_planned_anew_and_fetches_a_block_that_move
     traced.clear()
     model = build(max_length=64)
     with managed(model, nbytes) as session:
-        store = store_of(session)
-        store.keep_log = True
+        store = keep_log(store_of(session))
         marks: list[int] = []
         model.register_forward_pre_hook(lambda *_: marks.append(len(store.log)))
         generate(model, new=24)

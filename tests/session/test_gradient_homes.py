@@ -21,6 +21,7 @@ from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.plan.actions import is_copy
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.forecast import forecast
+from tests.memory.stores import keep_log
 from tests.parity.compare import same_bits
 from tests.session.builders import (
     CHUNK,
@@ -261,8 +262,7 @@ def test_the_gradients_that_a_deferred_step_keeps_have_homes_from_the_start(mach
 def test_gradients_that_wait_are_written_to_their_homes_and_come_back(make: Make, machine: Machine) -> None:
     """The tier that computes has room for two thirds of what waits, and of what updates one chunk."""
     script = make(lambda: Repeated(6), **machine(chunks(LAYERS, 16)))
-    store = store_of(script.session)
-    store.keep_log = True
+    store = keep_log(store_of(script.session))
     script.run("train(3) read")
     moved = [action for action in store.log if is_copy(action) and action.of.plane == GRAD]
     compute = store.state.compute

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from patrickstar.core.machine import Tier
-from patrickstar.memory import arena, readiness, store
-from patrickstar.memory.lanes import Lane, Task, Ticket
-from patrickstar.memory.thread_lane import ThreadLane
+from patrickstar.memory import arena, store, works_under_way
+from patrickstar.memory.lanes import Lane, Task, ThreadLane, Ticket
 from patrickstar.plan import residency
 from patrickstar.plan.actions import Issue
 from patrickstar.plan.residency import Residency
@@ -180,7 +179,7 @@ def test_an_interruption_between_a_wait_and_its_note_is_settled(
     moving.train_same(2, first=2)
 
 
-FILES = {module.__file__ for module in (arena, readiness, residency, store)}
+FILES = {module.__file__ for module in (arena, residency, store, works_under_way)}
 HOMES = {late_planes.__file__}  # of gradients, for a backward
 STEPS = {"deferred": ("deferred", FILES), "in_backward": ("in_backward", FILES), "homes": ("in_backward", HOMES)}
 

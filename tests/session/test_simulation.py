@@ -20,6 +20,7 @@ from patrickstar.plan.check import check
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.simulate import simulate
 from patrickstar.plan.update_choice import UpdateChoice
+from tests.memory.stores import keep_log
 from tests.parity.plans import recorded
 from tests.parity.zoo import CASES, Case, language_loss, micro_seed
 from tests.session.builders import (
@@ -130,15 +131,15 @@ def watched(session: patrickstar.Session) -> Iterator[list[Stretch]]:
     """Collects what is done in every planned stretch."""
     watch, pilot, store = Watching(session), session._parts.executor.pilot, store_of(session)
     hold_beside = store.hold_beside
-    store.keep_log = True
+    keep_log(store)
     pilot.begin, pilot.planned, pilot.opening = watch.begin, watch.planned, watch.opening
     store.carry_out, store.hold_beside = watch.carry_out, watch.hold_beside
     try:
         yield watch.stretches
         watch.end()
     finally:
-        del pilot.begin, pilot.planned, pilot.opening, store.carry_out
-        store.hold_beside, store.keep_log = hold_beside, False
+        del pilot.begin, pilot.planned, pilot.opening, store.carry_out, store._do
+        store.hold_beside = hold_beside
 
 
 def expect_executed_as_simulated(
@@ -271,8 +272,7 @@ def test_reactive_steps_move_what_the_pilot_decided_and_nothing_else(
     moving: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Move by move: forwards of which only a part runs, an evaluation in between, a backward for some parameters only."""
-    store = store_of(moving.session)
-    store.keep_log = True
+    store = keep_log(store_of(moving.session))
     decisions = Decisions(moving.session, monkeypatch)
     moved_before = dict(moving.session.stats().moved)
 

@@ -8,6 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import patrickstar
 from patrickstar.units import KIB, MIB
+from tests.memory.stores import keep_log
 from tests.session.builders import TIGHT, Pair, adamw, batch, mlp, store_of, train_step
 
 
@@ -48,8 +49,7 @@ def test_a_session_that_has_done_nothing_prints_them_too() -> None:
 def test_every_action_is_shown_by_its_text_where_a_profiler_looks_on() -> None:
     pair = Pair(device="emulated", device_memory=TIGHT)
     pair.train(1)
-    store = store_of(pair.session)
-    store.keep_log = True
+    store = keep_log(store_of(pair.session))
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         pair.each(train_step, 1)
         pair.session.optimizer.state_dict()

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import patrickstar
 from patrickstar import StateError
 from tests.forked import in_forked_child
+from tests.memory.stores import keep_log
 from tests.session.builders import (
     adamw,
     alike,
@@ -481,8 +482,7 @@ def test_the_smallest_budget_at_which_they_keep_their_bytes_holds_all_of_it():
 
 def test_averages_that_left_for_what_nobody_foresaw_come_back_for_their_step_and_weights_stay(make_pair):
     pair = make_pair(**ROOMY)
-    store = store_of(pair.session)
-    store.keep_log = True
+    store = keep_log(store_of(pair.session))
     addresses = [parameter.data_ptr() for parameter in pair.model.parameters()]
 
     def step(model, optimizer, number):

@@ -25,6 +25,7 @@ from tests.composed import Composed
 from tests.faults import FaultyIO
 from tests.lanes import LANES
 from tests.manual_lane import ManualLane
+from tests.memory.stores import keep_log
 from tests.parity.zoo import CASES
 from tests.session.builders import (
     LAYERS,
@@ -68,7 +69,7 @@ def whole(make_pair: MakePair) -> MakePair:
         if "disk" in keywords:
             del given["device_memory"]
         pair = make_pair(*args, **{**given, **keywords})
-        store_of(pair.session).keep_log = True
+        keep_log(store_of(pair.session))
         return pair
 
     return make

@@ -21,8 +21,8 @@ import click
 from patrickstar.cli.flags import debug_option, path
 from patrickstar.cli.machines import MachinePreset, write_machine
 from patrickstar.errors import DeviceError
+from patrickstar.memory.disk import expect_usable, free_bytes
 from patrickstar.memory.fileio import FileIO
-from patrickstar.memory.filesystem import expect_usable, free_bytes
 from patrickstar.units import format_bytes
 
 # Of a package, the module that the verbs use; importing transformers itself imports next to nothing.

@@ -30,8 +30,8 @@ from patrickstar.cli.stop import StopSignals
 from patrickstar.cli.world import World
 from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.shard_layout import RankOf
-from patrickstar.engine.initialize import memory_for
-from patrickstar.memory.filesystem import expect_usable
+from patrickstar.engine import memory_for
+from patrickstar.memory.disk import expect_usable
 from patrickstar.session.forecast import Forecast
 from patrickstar.step.budgets import find_resources
 from patrickstar.step.precision import find_precision

@@ -30,8 +30,7 @@ from patrickstar.comm.ranks import Ranks
 from patrickstar.comm.transport import Transport, as_bytes
 from patrickstar.comm.watch import POLL_S, News, Patience, Watch
 from patrickstar.errors import RankError, StateError, some
-from patrickstar.memory.lanes import Task, Ticket
-from patrickstar.memory.thread_lane import ThreadTicket
+from patrickstar.memory.lanes import Task, ThreadTicket, Ticket
 from patrickstar.torch_private import all_gather, one_thread_here
 
 _T = TypeVar("_T")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -61,45 +62,34 @@ class MemoryOptions:
             problems += parsed(parse_size, getattr(self, name), **how)
         refuse([*problems, *self._conflicts()], of="manage")
 
-    def _conflicts(self) -> list[str]:
+    def _conflicts(self) -> Iterator[str]:
         """Problems of arguments that are each well."""
-        problems = []
         if self.device == "cpu" and self.device_memory is not None:
-            problems.append(
+            yield (
                 f'device_memory={self.device_memory!r} with device="cpu": there is no device tier, the host computes; '
                 f"give host_memory={self.device_memory!r}"
             )
         if self.disk is None and self.disk_memory is not None:
-            problems.append(
-                f"disk_memory={self.disk_memory!r} without a disk tier: give disk, a directory, or leave it out"
-            )
+            yield f"disk_memory={self.disk_memory!r} without a disk tier: give disk, a directory, or leave it out"
         options = self.options if isinstance(self.options, Options) else Options()
         link, compute, accumulate = options.emulated_link, options.compute, options.accumulate
         if link is not None and self.device != "emulated":
-            problems.append(
-                f'emulated_link={link!r} with device={self.device!r}: only the link of device="emulated" has a speed to be given; leave it out'
-            )
+            yield f'emulated_link={link!r} with device={self.device!r}: only the link of device="emulated" has a speed to be given; leave it out'
         if compute not in (None, "fp32", self.precision):
-            problems.append(
-                f'options.compute="{compute}" with precision={self.precision!r}: weights compute in the type they are kept in, or in "fp32"'
-            )
+            yield f'options.compute="{compute}" with precision={self.precision!r}: weights compute in the type they are kept in, or in "fp32"'
         if self.step == "in_backward":
             if self.precision == "fp16":
-                problems.append(
+                yield (
                     'precision="fp16" with step="in_backward": whether gradients overflow is known only when all have arrived, and by then '
                     'parameters are updated; use step="deferred"'
                 )
             if self.max_grad_norm is not None:
-                problems.append(
+                yield (
                     f'max_grad_norm={self.max_grad_norm!r} with step="in_backward": the norm is known only when every '
                     'gradient is, and by then parameters are updated; use step="deferred"'
                 )
             if accumulate not in (None, 1):
-                problems.append(
-                    f'accumulate={accumulate} with step="in_backward", which promises one backward per step; '
-                    'use step="deferred"'
-                )
-        return problems
+                yield f'accumulate={accumulate} with step="in_backward", which promises one backward per step; use step="deferred"'
 
 
 def check_arguments(**arguments: Any) -> MemoryOptions:

@@ -120,10 +120,17 @@ POSITIVE: Final = number("a finite number above 0", lambda value: value > 0)
 FRACTION: Final = number("a finite number from 0 to 1", lambda value: 0 <= value <= 1)
 SHARE: Final = number("a finite number above 0 and at most 1", lambda value: 0 < value <= 1)
 BETAS: Final = Kind("two numbers, each at least 0 and below 1", _are_betas, lambda pair: tuple(map(float, pair)))
-TEXT_OR_NULL: Final = or_null(TEXT)
-COUNT_OR_NULL: Final = or_null(COUNT)
-WHOLE_OR_NULL: Final = or_null(WHOLE)
-RATE_OR_NULL: Final = or_null(RATE)
+
+
+class OptionGroup:
+    """A group of options, which are given by name. ConfigError: one that there is not."""
+
+    __slots__ = ()
+
+    def __new__(cls, *_: Any, **given: Any) -> Any:
+        known = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        refuse([unknown_argument(name, known) for name in given if name not in known], of=cls.__name__)
+        return object.__new__(cls)
 
 
 def option(default: Any, kind: Kind) -> Any:

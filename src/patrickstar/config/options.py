@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from patrickstar.config import kinds as k
 from patrickstar.units import parse_rate
@@ -18,7 +18,7 @@ _NAMES: Final = k.Kind(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossScale:
+class LossScale(k.OptionGroup):
     """A loss scale that follows the gradients, or stays.
 
     Source: DeepSpeed's `DynamicLossScaler`, whose names are in brackets. The loss is multiplied with the scale before the backward, gradients are
@@ -46,11 +46,6 @@ class LossScale:
     minimum: float = k.option(1.0, k.POSITIVE)
     """The scale is never less [`min_loss_scale`]."""
 
-    def __new__(cls, *_: Any, **given: Any) -> LossScale:
-        unknown = [name for name in given if name not in cls.__dataclass_fields__]
-        k.refuse([k.unknown_argument(name, cls.__dataclass_fields__) for name in unknown], of="LossScale")
-        return object.__new__(cls)
-
     def __post_init__(self) -> None:
         problems = k.problems_of(self)
         if not problems and self.dynamic and self.initial < self.minimum:
@@ -59,7 +54,7 @@ class LossScale:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(k.OptionGroup):
     """The options of a session beyond budgets. Checked as a whole: a `ConfigError` has every problem."""
 
     chunk_size: int | None = k.option(None, k.integer(least=CHUNK_GRAIN, of=CHUNK_GRAIN))
@@ -105,11 +100,6 @@ class Options:
 
     collective_timeout: int = k.option(600, k.integer(least=1))
     """Seconds after which ranks that wait for another give up."""
-
-    def __new__(cls, *_: Any, **given: Any) -> Options:
-        unknown = [name for name in given if name not in cls.__dataclass_fields__]
-        k.refuse([k.unknown_argument(name, cls.__dataclass_fields__) for name in unknown], of="Options")
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         problems = k.problems_of(self) + k.parsed(parse_rate, self.emulated_link, name="emulated_link")

@@ -20,6 +20,13 @@ class PlaneFormat:
 
 
 _FP32: Final = PlaneFormat("float32", 4)
+# Weights, and what completes them to their masters.
+_NARROW: Final = MappingProxyType(
+    {
+        "bf16": (PlaneFormat("bfloat16", 2), PlaneFormat("int16", 2)),
+        "fp16": (PlaneFormat("float16", 2), PlaneFormat("int32", 4)),
+    }
+)
 _FP32_PLANES: Final = MappingProxyType(dict.fromkeys((WEIGHT, GRAD, EXP_AVG, EXP_AVG_SQ), _FP32))
 
 
@@ -90,21 +97,14 @@ FP32: Final = Formats(planes=_FP32_PLANES)
 """All of it in fp32."""
 
 
-def bf16_formats(*, gradient: str = "bfloat16") -> Formats:
-    """The split master: bf16 weights, and what completes them to fp32. `gradient`: "bfloat16", or "float32" where several add up."""
-    narrow = PlaneFormat("bfloat16", 2)
-    split = {WEIGHT: narrow, REST: PlaneFormat("int16", 2), GRAD: narrow if gradient == "bfloat16" else _FP32}
-    return Formats(planes=MappingProxyType({**_FP32_PLANES, **split}), frozen=narrow)
-
-
-def fp16_formats(*, is_split: bool, gradient: str = "float16") -> Formats:
-    """fp16 weights, rounded from fp32 masters.
+def formats_of_16_bits(kept: str, *, is_split: bool = True, adds_up: bool = False) -> Formats:
+    """Weights of 16 bits, of which the masters are fp32.
 
     Args:
-        is_split: whether the weight is kept, 2 bytes, and what completes it to the master, 4 bytes; else the master alone, from which the weight is
-            rounded at each use. gradient: "float16", or "float32" where several add up.
+        kept: "bf16" or "fp16". is_split: whether the weight is kept, and what completes it to the master, 2 or 4 bytes; else the master alone, from
+            which the weight is rounded at each use. adds_up: whether gradients are sums of several, which are fp32.
     """
-    narrow = PlaneFormat("float16", 2)
-    kept = {WEIGHT: narrow, REST: PlaneFormat("int32", 4)} if is_split else {WEIGHT: _FP32}
-    planes = {**_FP32_PLANES, **kept, GRAD: narrow if gradient == "float16" else _FP32}
+    narrow, rest = _NARROW[kept]
+    weight = {WEIGHT: narrow, REST: rest} if is_split else {WEIGHT: _FP32}
+    planes = {**_FP32_PLANES, **weight, GRAD: _FP32 if adds_up else narrow}
     return Formats(planes=MappingProxyType(planes), frozen=narrow)

@@ -78,13 +78,7 @@ class Resharding:
         return numel * _overlap(self.old.index(sender), old, self.new.index(receiver), new) // (old * new)
 
     @property
-    def moved(self) -> float:
-        """The share of all elements that go from one process to another."""
-        parts = len(self.old) * len(self.new)
-        return 1.0 - sum(self._common(member, member, parts) for member in self.old) / parts
-
-    @property
     def least(self) -> float:
-        """The share that has to: what those get that come, or what those had that go."""
+        """The share of all elements that has to move: what those get that come, or what those had that go."""
         old, new = len(self.old), len(self.new)
         return abs(new - old) / max(old, new)

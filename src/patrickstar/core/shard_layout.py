@@ -103,8 +103,7 @@ def shard_of(layout: Layout, rank: int, size: int) -> ShardLayout:
         raise LayoutError(f"rank {rank} of {size}")
     if layout.chunk_numel % size:
         raise LayoutError(
-            f"chunks of {layout.chunk_numel} elements cannot be cut evenly over {size} ranks: "
-            f"give Options(chunk_size=) a multiple of {size}"
+            f"chunks of {layout.chunk_numel} elements cannot be cut evenly over {size} ranks: give Options(chunk_size=) a multiple of {size}"
         )
     if any(place.tiles for place in layout.slices.values()):
         raise LayoutError("tensors in tiles cannot be cut over ranks: leave Options(tile_rows=) out")

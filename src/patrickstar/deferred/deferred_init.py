@@ -43,12 +43,10 @@ def deferred_init() -> Iterator[None]:
         if threading.get_ident() == thread:
             recorder.register(parameter, f"{type(module).__name__}.{name}")
 
-    watched = watch_parameters(registered)
     try:
-        with _Functions(recorder), recorder:
+        with watch_parameters(registered), _Functions(recorder), recorder:
             yield
     finally:
-        watched.remove()
         recorder.close()
 
 

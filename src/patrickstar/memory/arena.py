@@ -33,7 +33,7 @@ class Arena:
 
     Adjacent slots are adjacent in memory, so a run of them can be used as one tensor.
 
-    `make_space`: makes the memory, given its bytes, those of a slot, and a name.
+    `make_space`: makes `space`, the memory, given its bytes, those of a slot, and a name.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Arena:
         self.virtual_slots = virtual_slots
 
         self._slots = SlotMap(virtual_slots)
-        self._space = make_space(slot_bytes * virtual_slots, unit_bytes=slot_bytes, name=name)
+        self.space = make_space(slot_bytes * virtual_slots, unit_bytes=slot_bytes, name=name)
         self._fences: dict[int, Ticket] = {}
         self._unprepared = bytearray(b"\1") * virtual_slots
         # Slots that are set apart, and what ends when they are not used any more.
@@ -55,10 +55,6 @@ class Arena:
     def committed_slots(self) -> int:
         """Slots that may hold pages: those in use, and free ones not trimmed since."""
         return self._slots.committed
-
-    def expect_open(self) -> None:
-        """Raises StateError where the memory cannot be used: it has been let go of, or belongs to another process."""
-        self._space.expect_open()
 
     def take(self, n: int = 1, *, max_committed_slots: int | None = None) -> int:
         """The first of `n` adjacent free slots, now in use. The bytes in such slots are whatever was left there.
@@ -72,7 +68,7 @@ class Arena:
             LookupError: there is no such run of slots: the arena was made with too few virtual ones.
             StateError: the arena is closed, or belongs to another process.
         """
-        self._space.expect_open()
+        self.space.expect_open()
         if self._lent:
             self._end_loans()
             if not self._slots.can_take(n):
@@ -80,13 +76,13 @@ class Arena:
         first = self._slots.take(n)
         try:
             if max_committed_slots is not None and self._slots.committed > max_committed_slots:
-                if self._space.can_lend():
+                if self.space.can_lend():
                     self._lend(max_committed_slots, range(first, first + n))
                 else:
                     self.trim(max_committed_slots)
             for slot in range(first, first + n):
                 if self._unprepared[slot]:
-                    self._space.prepare(slot * self.slot_bytes, self.slot_bytes)
+                    self.space.prepare(slot * self.slot_bytes, self.slot_bytes)
                     self._unprepared[slot] = 0
         except BaseException:
             self._slots.give(first, n)
@@ -123,7 +119,7 @@ class Arena:
                 self._take_away(slot, self._fences)
                 continue
             target = needy.pop()
-            self._space.lend(slot * self.slot_bytes, target * self.slot_bytes)
+            self.space.lend(slot * self.slot_bytes, target * self.slot_bytes)
             self._unprepared[target] = 0
             if slot in self._fences:
                 self._fences[target] = self._fences[slot]
@@ -146,27 +142,23 @@ class Arena:
                 fence.wait()  # a late write would bring pages back
         fences.pop(slot, None)  # not before its wait, which an interruption may end
         # Where memory ran out when it was taken, it has none.
-        if not self._unprepared[slot] and self._space.discard(slot * self.slot_bytes, self.slot_bytes):
+        if not self._unprepared[slot] and self.space.discard(slot * self.slot_bytes, self.slot_bytes):
             self._unprepared[slot] = 1
-
-    def absent_bytes(self, first: int, n: int = 1) -> int:
-        """Bytes of `n` slots that have no pages yet."""
-        return self._space.absent_bytes(*self._place(first, n))
 
     def filling(self, first: int, n: int, *, poison: bool = False) -> Task:
         """A work: fills `n` slots with zeros; with `poison` every byte becomes 0xFF, so that a late reader is found out."""
-        at, nbytes = self._place(first, n)
-        return lambda: self._space.fill(at, nbytes, _POISON if poison else 0)
+        at, nbytes = self.place(first, n)
+        return lambda: self.space.fill(at, nbytes, _POISON if poison else 0)
 
     def copying(self, first: int, n: int, source: Arena, source_first: int) -> Task:
         """A work: copies `n` slots of another arena into those from `first` on."""
-        at, nbytes = self._place(first, n)
-        from_, _ = source._place(source_first, n)
-        return lambda: self._space.copy_from(source._space, from_, at, nbytes)
+        at, nbytes = self.place(first, n)
+        from_, _ = source.place(source_first, n)
+        return lambda: self.space.copy_from(source.space, from_, at, nbytes)
 
     def buffer(self, first: int, n: int = 1) -> memoryview:
         """The bytes of `n` slots, writable; page-aligned, so fit for direct I/O."""
-        return self._space.buffer(*self._place(first, n))
+        return self.space.buffer(*self.place(first, n))
 
     def wrapping(
         self, first: int, n: int, dtype: torch.dtype, *, part: slice | None = None
@@ -175,14 +167,10 @@ class Arena:
 
         The death of a storage then tells that nothing made from it is left.
         """
-        at, nbytes = self._place(first, n)
+        at, nbytes = self.place(first, n)
         if part is not None:
             at, nbytes = at + part.start * dtype.itemsize, (part.stop - part.start) * dtype.itemsize
-        return self._space.wrapping(at, nbytes, dtype)
-
-    def inherit(self, first: int, n: int, *, inherited: bool) -> None:
-        """Has forked children inherit `n` slots, or no more."""
-        self._space.inherit(*self._place(first, n), inherited=inherited)
+        return self.space.wrapping(at, nbytes, dtype)
 
     def close(self, kept: Collection[torch.UntypedStorage] = ()) -> None:
         """Lets go of the memory. Pages of free slots go now, the others with the last tensor or buffer over the arena.
@@ -190,11 +178,12 @@ class Arena:
         `kept`: the storages over slots that somebody still has.
         """
         with suppress(StateError):  # closed before, or another process's
-            self._space.expect_open()
+            self.space.expect_open()
             self.trim(0)
-        self._space.close(kept)
+        self.space.close(kept)
 
-    def _place(self, first: int, n: int) -> tuple[int, int]:
+    def place(self, first: int, n: int) -> tuple[int, int]:
+        """The offset of slot `first` in the space, and the bytes of `n` slots. IndexError: there are no such slots."""
         if first < 0 or n < 1 or first + n > self.virtual_slots:
             raise IndexError(f"slots {first} to {first + n - 1} of an arena of {self.virtual_slots}")
         return first * self.slot_bytes, n * self.slot_bytes

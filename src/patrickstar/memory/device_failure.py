@@ -11,9 +11,14 @@ from patrickstar.errors import DeviceError
 
 
 class DeviceFailureError(DeviceError):
-    """A kernel has failed, of this library or of others. `shown`: torch's error, in words. `where`: what was done when it was noticed."""
+    """A kernel has failed, of this library or of others. `shown`: torch's error, in words. `where`: what was done when it was noticed.
+
+    Made from another one, it says the innermost place that is known.
+    """
 
     def __init__(self, shown: object, where: str = "") -> None:
+        if isinstance(shown, DeviceFailureError):
+            where, shown = shown.where or where, shown.shown
         noticed = (
             where
             and f"\n  this was noticed at {where}; what failed came before that: CUDA_LAUNCH_BLOCKING=1 shows which kernel"
@@ -21,8 +26,8 @@ class DeviceFailureError(DeviceError):
         super().__init__(
             f"the device has failed: {shown}{noticed}\n  this process can use the device no more: start another, from the last checkpoint"
         )
-        self.shown = str(shown)
-        self.where = where
+        self.shown: str = str(shown)
+        self.where: str = where
 
 
 @contextmanager
@@ -31,11 +36,4 @@ def noticed_at(where: str) -> Iterator[None]:
     try:
         yield
     except (torch.AcceleratorError, DeviceFailureError) as error:
-        raise located(error, where) from error
-
-
-def located(error: torch.AcceleratorError | DeviceFailureError, where: str) -> DeviceFailureError:
-    """A failure with where it was noticed: the innermost place that is known."""
-    if isinstance(error, DeviceFailureError):
-        return DeviceFailureError(error.shown, error.where or where)
-    return DeviceFailureError(error, where)
+        raise DeviceFailureError(error, where) from error

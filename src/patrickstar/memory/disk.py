@@ -19,6 +19,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -26,11 +27,15 @@ from typing import Final
 from patrickstar.core.planes import PlaneRef
 from patrickstar.errors import BudgetError, DeviceError, StateError
 from patrickstar.memory.fileio import ALIGNMENT, FileIO, read_whole, reported, write_whole
-from patrickstar.memory.filesystem import free_bytes, kept_in_memory, prepare_directory
 from patrickstar.memory.lanes import Task
 from patrickstar.memory.mapping import reserve
+from patrickstar.memory.process import lines_of
 from patrickstar.units import format_bytes
 
+DISK_SHARE: Final = 0.9
+"""Share of what is free in its directory that is the disk tier's budget, where none is given."""
+
+_PROBE_BYTES: Final = 4096
 _ATTEMPTS: Final = 8  # to make a file that nobody else removes
 _PREFIX: Final = "patrickstar-"
 
@@ -46,14 +51,13 @@ class _File:
     end: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Extent:
-    """The place of a unit on disk: `[offset, offset + nbytes)` of a file."""
+    """The place of a unit on disk: `[offset, offset + nbytes)` of a file, where it lies from its first use on."""
 
-    path: Path
-    fd: int
-    offset: int
+    file: _File
     nbytes: int
+    offset: int = -1
 
 
 class DiskPool:
@@ -80,9 +84,8 @@ class DiskPool:
         self.nbytes = 0
         self._io = io or FileIO()
 
-        self._placed: dict[PlaneRef, tuple[_File, int]] = {}  # and bytes
-        self._extents: dict[PlaneRef, Extent] = {}
-        self._prepared: dict[PlaneRef, tuple[_File, int]] = {}
+        self._placed: dict[PlaneRef, Extent] = {}
+        self._prepared: dict[PlaneRef, Extent] = {}
         self._files: dict[Path, int] = {}
         self.direct = True
         prepare_directory(directory)
@@ -105,15 +108,15 @@ class DiskPool:
             BudgetError: the units take more than is left of the budget. DeviceError: the directory has not that much space. Nothing has
                 changed then.
         """
-        replaced = sum(self._placed[ref][1] for ref in units if ref in self._placed)
+        replaced = sum(self._placed[ref].nbytes for ref in units if ref in self._placed)
         self.nbytes += sum(units.values()) - replaced
-        files, made = set(self._files), dict[PlaneRef, tuple[_File, int]]()
+        files, made = set(self._files), dict[PlaneRef, Extent]()
         try:
             self._refuse_unless_it_fits()
             for plane in dict.fromkeys(ref.plane for ref in units):
                 own = {ref: size for ref, size in units.items() if ref.plane == plane}
                 file = self._make_file(plane, sum(own.values()))
-                made |= {ref: (file, size) for ref, size in own.items()}
+                made |= {ref: Extent(file, size) for ref, size in own.items()}
         except BaseException:
             self.nbytes -= sum(units.values()) - replaced
             _remove_files(self._io, self._files, os.getpid(), keep=files)
@@ -123,34 +126,33 @@ class DiskPool:
     def take(self, ref: PlaneRef) -> None:
         """Moves a unit to the place that `add` made for it; its bytes are lost. Files in which nothing lies any more go."""
         self._placed[ref] = self._prepared.pop(ref)
-        self._extents.pop(ref, None)
         if not self._prepared:
-            used = {file.path for file, _ in self._placed.values()}
+            used = {extent.file.path for extent in self._placed.values()}
             _remove_files(self._io, self._files, os.getpid(), keep=used)
 
     def extent(self, ref: PlaneRef) -> Extent:
         """The extent of a unit, which it has from the first time on that it is asked for. StateError where the pool is closed."""
         if not self._cleanup.alive:
             raise StateError(f"the disk pool in {self.directory} is closed")
-        if ref not in self._extents:
-            file, nbytes = self._placed[ref]
-            self._extents[ref] = Extent(file.path, file.fd, file.end, nbytes)
-            file.end += nbytes
-        return self._extents[ref]
+        extent = self._placed[ref]
+        if extent.offset < 0:
+            extent.offset = extent.file.end
+            extent.file.end += extent.nbytes
+        return extent
 
     def reading(self, ref: PlaneRef, buffer: memoryview) -> Task:
         """The work of filling page-aligned memory of a unit's size with the unit. It raises `DeviceError`."""
         at = self._extent_for(ref, buffer)
-        return lambda: read_whole(self._io, at.path, at.fd, buffer, at.offset, error=DeviceError)
+        return lambda: read_whole(self._io, at.file.path, at.file.fd, buffer, at.offset, error=DeviceError)
 
     def writing(self, ref: PlaneRef, buffer: memoryview) -> Task:
         """The work of writing a unit from page-aligned memory of its size. It raises `DeviceError`."""
         at = self._extent_for(ref, buffer)
-        return lambda: write_whole(self._io, at.path, at.fd, buffer, at.offset)
+        return lambda: write_whole(self._io, at.file.path, at.file.fd, buffer, at.offset)
 
     def close(self) -> None:
         """Removes the files. No transfer may be under way."""
-        self._extents.clear()
+        self._placed.clear()
         self._cleanup()
 
     def _refuse_unless_it_fits(self) -> None:
@@ -166,7 +168,7 @@ class DiskPool:
                 smallest_bytes=self.nbytes,
             )
         free = free_bytes(self.directory)
-        wanted = self.nbytes - sum(nbytes for _, nbytes in self._placed.values())
+        wanted = self.nbytes - sum(extent.nbytes for extent in self._placed.values())
         if wanted > free:
             raise DeviceError(
                 f"disk={self.directory}: {format_bytes(wanted)} of model states are offloaded to it, {format_bytes(free)} are "
@@ -214,7 +216,9 @@ class DiskPool:
             )
 
     def _extent_for(self, ref: PlaneRef, buffer: memoryview) -> Extent:
-        extent = self._extents.get(ref) or self.extent(ref)
+        extent = self._placed.get(ref)
+        if extent is None or extent.offset < 0:
+            extent = self.extent(ref)
         if buffer.nbytes != extent.nbytes or not buffer.contiguous:
             raise ValueError(f"{ref} has {extent.nbytes} bytes, the buffer {buffer.nbytes}")
         return extent
@@ -252,3 +256,74 @@ def _remove_files(io: FileIO, files: dict[Path, int], owner: int, *, keep: Colle
             if error.errno != errno.ENOENT:
                 logger.warning("%s: cannot be removed: %s; remove it by hand", path, error.strerror)
         io.close(files.pop(path))
+
+
+def prepare_directory(directory: Path) -> None:
+    """Makes the directory if it is not there and its parent is. DeviceError: no parent, not a directory, or nothing can be written there."""
+    _place(directory)
+    with reported(f"{_argument(directory)}: cannot be made"):
+        directory.mkdir(exist_ok=True)
+    if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+        raise DeviceError(
+            f"{_argument(directory)}: not writable by this user; change its mode, or name another directory"
+        )
+
+
+def expect_usable(directory: Path, *, io: FileIO | None = None) -> None:
+    """Sets a page aside in a file in the directory, and removes the file again. A directory yet to be made is tried at its parent.
+
+    Raises:
+        DeviceError: no parent, not a directory, nothing can be written there, or nothing is free.
+    """
+    io = io or FileIO()
+    # As the files of a pool are called: what a process that is killed right here leaves goes with those.
+    place = _place(directory)
+    probe = place / f"patrickstar-{os.getpid()}-{secrets.token_hex(4)}.probe"
+    with reported(f"{_argument(directory)}: files cannot be made in {place}"), ExitStack() as undo:
+        fd = io.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        undo.callback(io.close, fd)
+        undo.enter_context(
+            suppress(FileNotFoundError)
+        )  # a pool that looks for files which nobody locks may have been first
+        undo.callback(io.unlink, probe)
+        io.fallocate(fd, 0, _PROBE_BYTES)
+    if not free_bytes(directory):
+        raise DeviceError(
+            f"{_argument(directory)}: nothing is free in {place} (0 bytes); free space, or name a directory on another disk"
+        )
+
+
+def free_bytes(directory: Path) -> int:
+    """Bytes that this user may still write in a directory. For one yet to be made, what is free at its parent.
+
+    Raises:
+        DeviceError: no parent, or not a directory.
+    """
+    place = _place(directory)
+    with reported(f"{_argument(directory)}: cannot be asked what is free"):
+        return FileIO().free_bytes(place)
+
+
+def _place(directory: Path) -> Path:
+    """The directory, or its parent where it is yet to be made."""
+    with reported(f"{_argument(directory)}: cannot be looked at"):
+        place = directory if directory.exists() else directory.parent
+        is_there = place.is_dir()
+    if not is_there:
+        raise DeviceError(
+            f"{_argument(directory)}: {place} is no directory; give one that exists, or whose parent does"
+        )
+    return place
+
+
+def _argument(directory: Path) -> str:
+    return f"disk={str(directory)!r}"
+
+
+def kept_in_memory(directory: Path, *, root: str = "") -> bool:
+    """Tells whether files in this directory are themselves held in memory, as on tmpfs: a disk tier there saves no memory."""
+    device = directory.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = (line.partition(" - ") for line in lines_of(Path(f"{root}/proc/self/mountinfo")))
+    kinds = (after.split(" ")[0] for before, _, after in mounts if before.split(" ")[2] == number)
+    return next(kinds, "") in {"tmpfs", "ramfs"}

@@ -6,9 +6,9 @@ The driver's own functions (CUDA driver API, "Virtual Memory Management"), which
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, Final
+from collections import Counter
+from functools import cache, partial
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -23,20 +23,9 @@ _READ_AND_WRITE: Final = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _MINIMUM: Final = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
 _LIBRARY: Final = "libcuda.so.1"
 
-_Address = ctypes.c_ulonglong
-
 
 class _Location(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class _AllocationFlags(ctypes.Structure):
-    _fields_ = (
-        ("compression", ctypes.c_ubyte),
-        ("remote", ctypes.c_ubyte),
-        ("usage", ctypes.c_ushort),
-        ("reserved", ctypes.c_ubyte * 4),
-    )
 
 
 class _AllocationProperties(ctypes.Structure):
@@ -45,7 +34,7 @@ class _AllocationProperties(ctypes.Structure):
         ("handle_types", ctypes.c_int),
         ("location", _Location),
         ("win32", ctypes.c_void_p),
-        ("flags", _AllocationFlags),
+        ("flags", ctypes.c_ubyte * 8),
     )
 
 
@@ -66,7 +55,8 @@ def _call(name: str, *arguments: Any) -> int:
         function = getattr(_driver(), name)
     except AttributeError:
         raise DeviceError(f"the driver is too old: it has no {name}; CUDA 11.4 or later is needed") from None
-    return int(function(*arguments))
+    # Addresses, handles and sizes; of what is less wide a register's lower half is read.
+    return int(function(*[ctypes.c_ulonglong(one) if isinstance(one, int) else one for one in arguments]))
 
 
 def _expect(result: int, what: str) -> None:
@@ -76,31 +66,24 @@ def _expect(result: int, what: str) -> None:
         raise DeviceError(f"{what}: {(text.value or b'unknown error').decode()} (CUDA error {result})")
 
 
-def _properties(device: int) -> _AllocationProperties:
-    return _AllocationProperties(type=_PINNED, location=_Location(_ON_DEVICE, device))
+def _properties(device: int) -> Any:
+    return ctypes.byref(_AllocationProperties(type=_PINNED, location=_Location(_ON_DEVICE, device)))
 
 
 @cache
 def granule_bytes(device: int) -> int:
     """Bytes that can be mapped at a time."""
     nbytes = ctypes.c_size_t()
-    properties = _properties(device)
-    result = _call("cuMemGetAllocationGranularity", ctypes.byref(nbytes), ctypes.byref(properties), _MINIMUM)
+    result = _call("cuMemGetAllocationGranularity", ctypes.byref(nbytes), _properties(device), _MINIMUM)
     _expect(result, "the device does not say how much memory it maps at a time")
     return nbytes.value
 
 
-@dataclass(eq=False, slots=True)
-class _Memory:
-    """Memory of the device, and the number of places at which it is mapped. It goes with the last of them."""
+class _Memory(NamedTuple):
+    """Memory of the device, which goes with the last place at which it is mapped."""
 
     handle: int
     nbytes: int
-    places: int = 0
-
-    def let_go(self) -> None:
-        if not self.places:
-            _call("cuMemRelease", _Address(self.handle))
 
 
 class DeviceAddresses:
@@ -115,18 +98,16 @@ class DeviceAddresses:
         self.nbytes = -(-nbytes // granule) * granule
         self._device = device
         self._pieces: dict[int, _Memory] = {}
-        start = _Address()
-        result = _call(
-            "cuMemAddressReserve", ctypes.byref(start), ctypes.c_size_t(self.nbytes), ctypes.c_size_t(0), _Address(0),
-            ctypes.c_ulonglong(0),
-        )  # fmt: skip
+        self._places: Counter[_Memory] = Counter()
+        start = ctypes.c_ulonglong()
+        result = _call("cuMemAddressReserve", ctypes.byref(start), self.nbytes, 0, 0, 0)
         _expect(result, f"no addresses of the device are left for {format_bytes(self.nbytes)}")
         self.start = start.value
 
     @property
     def mapped_bytes(self) -> int:
         """Bytes of memory, wherever it is mapped."""
-        return sum(memory.nbytes for memory in set(self._pieces.values()))
+        return sum(memory.nbytes for memory in self._places)
 
     def map(self, at: int, nbytes: int) -> None:
         """Gives memory to a piece that has none: whole granules, contents undefined.
@@ -136,12 +117,8 @@ class DeviceAddresses:
         Raises:
             DeviceError: the device has no more.
         """
-        handle, properties = _Address(), _properties(self._device)
-        size = ctypes.c_size_t(nbytes)
-
-        def create() -> int:
-            return _call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(properties), ctypes.c_ulonglong(0))
-
+        handle = ctypes.c_ulonglong()
+        create = partial(_call, "cuMemCreate", ctypes.byref(handle), nbytes, _properties(self._device), 0)
         result = create()
         if result == _OUT_OF_MEMORY:
             torch.accelerator.empty_cache()
@@ -153,21 +130,26 @@ class DeviceAddresses:
         try:
             self._map(at, memory)
         finally:
-            memory.let_go()
+            self._let_go(memory)
 
     def map_also(self, at: int, of: int) -> None:
         """Gives the memory of a piece to another one as well, which has none. Nothing is waited for: whoever asks orders what uses both."""
         self._map(at, self._pieces[of])
 
     def _map(self, at: int, memory: _Memory) -> None:
-        address, size = _Address(self.start + at), ctypes.c_size_t(memory.nbytes)
-        mapped = _call("cuMemMap", address, size, ctypes.c_size_t(0), _Address(memory.handle), ctypes.c_ulonglong(0))
+        mapped = _call("cuMemMap", self.start + at, memory.nbytes, 0, memory.handle, 0)
         _expect(mapped, "memory of the device cannot be mapped")
         self._pieces[at] = memory
-        memory.places += 1
-        access = _Access(_Location(_ON_DEVICE, self._device), _READ_AND_WRITE)
-        allowed = _call("cuMemSetAccess", address, size, ctypes.byref(access), ctypes.c_size_t(1))
-        _expect(allowed, "memory of the device cannot be used")
+        self._places[memory] += 1
+        access = ctypes.byref(_Access(_Location(_ON_DEVICE, self._device), _READ_AND_WRITE))
+        _expect(
+            _call("cuMemSetAccess", self.start + at, memory.nbytes, access, 1), "memory of the device cannot be used"
+        )
+
+    def _let_go(self, memory: _Memory) -> None:
+        if not self._places[memory]:
+            del self._places[memory]
+            _call("cuMemRelease", memory.handle)
 
     def _no_memory(self, nbytes: int) -> str:
         free, total = torch.accelerator.get_memory_info(self._device)
@@ -182,17 +164,16 @@ class DeviceAddresses:
     def unmap(self, at: int) -> None:
         """Takes the memory of a piece away, which nothing on the device uses any more."""
         memory = self._pieces[at]
-        result = _call("cuMemUnmap", _Address(self.start + at), ctypes.c_size_t(memory.nbytes))
-        _expect(result, "memory of the device cannot be given back")
+        _expect(_call("cuMemUnmap", self.start + at, memory.nbytes), "memory of the device cannot be given back")
         del self._pieces[at]
-        memory.places -= 1
-        memory.let_go()
+        self._places[memory] -= 1
+        self._let_go(memory)
 
     def close(self) -> None:
         """Gives the addresses up, and the memory at them. Nothing on the device uses them any more."""
         for at in list(self._pieces):
             self.unmap(at)
         if self.nbytes:
-            freed = _call("cuMemAddressFree", _Address(self.start), ctypes.c_size_t(self.nbytes))
+            freed = _call("cuMemAddressFree", self.start, self.nbytes)
             _expect(freed, "addresses of the device cannot be given back")
             self.nbytes = 0

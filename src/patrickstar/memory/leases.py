@@ -10,7 +10,8 @@ Note [Copies]
     Where weights are kept in another type than the one that computes (16-bit weights on a processor that is slow in 16 bits; the fp32 master of
     an fp16 weight), a use sees a copy of its parameter, converted when it is asked for. A copy is leased under the parameter's name; as long as
     anything holds it, it is the same one for everybody, so that a change made through one view is seen through all. It pins no slot, and its
-    bytes count as any tensor's.
+    bytes count as any tensor's. On a device it is made on the stream of its first use, where a user believes that the weight has always been:
+    other streams come after that (`CopyStreams`).
     Gradients and the optimizer's state are seen so too (Note [Assembled tensors] in `parameters/assembled.py`), leased under an `AssembledKey`.
 """
 
@@ -18,14 +19,14 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from typing import Any, NamedTuple
 
 import torch
 
 from patrickstar.core.cuda_blocks import block_bytes
 from patrickstar.core.planes import PlaneRef
-from patrickstar.memory.readiness import CopyStreams
+from patrickstar.memory.stream_lane import StreamTicket
 from patrickstar.torch_private import NotInference
 
 
@@ -88,9 +89,7 @@ class Leases:
 
     def take(self, ref: PlaneRef) -> torch.Tensor:
         """A 1-D tensor over the unit's slot. The unit stays in that slot while this tensor, or any view of it, lives."""
-        known = self._tensor.get(ref)
-        tensor = known() if known is not None else None
-        if tensor is not None:
+        if (known := self._tensor.get(ref)) is not None and (tensor := known()) is not None:
             return tensor
         with NotInference():  # made there it could neither be saved for backward nor written later
             return self._note(ref, self._wrap(ref))
@@ -222,3 +221,40 @@ class Leases:
         if self.dead:
             self.settle()
         return self._held.copy()  # another thread may take leases meanwhile
+
+
+class CopyStreams:
+    """The last writing of each copy of a weight, or gradient, on a device, and the streams that come after it: each keeps its memory from whoever
+    comes next."""
+
+    def __init__(self) -> None:
+        self._written: dict[Hashable, StreamTicket] = {}
+        self._seen: dict[Hashable, set[int]] = {}
+
+    def written(self, key: Hashable, copy: torch.Tensor) -> None:
+        """Notes that a copy has been written on the current stream of this thread."""
+        if copy.is_cuda:
+            stream = torch.accelerator.current_stream(copy.device)
+            copy.record_stream(stream)  # which is perhaps not the one whose memory it is
+            self._written[key] = StreamTicket(stream)
+            self._seen[key] = {stream.stream_id}
+
+    def made(self, key: Hashable, copy: torch.Tensor) -> None:
+        """Notes that the current stream is about to use a copy for the first time, and has written it where nobody has said who has."""
+        (self.use if key in self._written else self.written)(key, copy)
+
+    def use(self, key: Hashable, copy: torch.Tensor) -> None:
+        """Has the current stream of this thread, which is about to use a copy, come after its writing."""
+        ticket = self._written.get(key)
+        if ticket is None:
+            return
+        stream = torch.accelerator.current_stream(copy.device)
+        if stream.stream_id not in self._seen[key]:
+            ticket.wait_on_device()
+            copy.record_stream(stream)
+            self._seen[key].add(stream.stream_id)
+
+    def forget(self, key: Hashable) -> None:
+        """Forgets a copy that is let go."""
+        self._written.pop(key, None)
+        self._seen.pop(key, None)

@@ -109,7 +109,7 @@ def memory_groups(*, root: str = "") -> list[MemoryGroup]:
 
 def _own_groups(file: Path) -> Iterator[tuple[int, str]]:
     """(version, path of the group) of the hierarchies that account memory."""
-    for line in _lines(file):
+    for line in lines_of(file):
         _, controllers, path = line.split(":", 2)
         if not controllers:
             yield 2, path
@@ -119,7 +119,7 @@ def _own_groups(file: Path) -> Iterator[tuple[int, str]]:
 
 def _mounts(file: Path) -> Iterator[tuple[int, str, str]]:
     """(version, root of the mount within its hierarchy, mount point) of the hierarchies that account memory."""
-    for line in _lines(file):
+    for line in lines_of(file):
         before, _, after = line.partition(" - ")
         fields, (kind, _, options) = before.split(" "), after.split(" ", 2)
         if kind == "cgroup2":
@@ -161,15 +161,16 @@ def _read_v1(directory: Path) -> MemoryGroup | None:
 
 
 def _number(file: Path) -> int | None:
-    lines = _lines(file)
+    lines = lines_of(file)
     return int(lines[0]) if lines and lines[0].isdigit() else None  # "max" is none
 
 
 def _statistic(directory: Path, name: str) -> int:
-    return int(dict(line.partition(" ")[::2] for line in _lines(directory / "memory.stat")).get(name, 0))
+    return int(dict(line.partition(" ")[::2] for line in lines_of(directory / "memory.stat")).get(name, 0))
 
 
-def _lines(file: Path) -> list[str]:
+def lines_of(file: Path) -> list[str]:
+    """The lines of one of the kernel's files; none where it is not there."""
     try:
         return file.read_text().splitlines()
     except OSError:

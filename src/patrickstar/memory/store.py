@@ -1,7 +1,7 @@
 """The chunk store: where every unit is, and its bytes. State and bytes change in one place, and only as actions say.
 
     Issue    slots are taken where something is copied to or created; a lane does the work, perhaps over several moments
-    Wait     its ticket's wait: from now on the bytes are there, or will be when the device has got so far (`readiness.py`)
+    Wait     its ticket's wait: from now on the bytes are there, or will be when the device has got so far
     Drop     the slots are given back, poisoned where asked for, with a fence until that is over
 
 What a work comes after is the matter of `works_under_way.py`, and where the bytes lie that of `unit_bytes.py`.
@@ -21,7 +21,7 @@ from torch.profiler import record_function
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.errors import DeviceError, StateError
-from patrickstar.memory.device_failure import DeviceFailureError, located
+from patrickstar.memory.device_failure import DeviceFailureError
 from patrickstar.memory.interruptions import InterruptionsPutOff
 from patrickstar.memory.lanes import Task
 from patrickstar.memory.leases import Leases
@@ -47,7 +47,6 @@ class ChunkStore:
         passing: units that a stretch has taken in, and takes out when it is over.
         leases: on slots of the compute tier, and on what is held in the stead of one.
         hold_beside: notes how many bytes of non-model data are on the compute tier now.
-        log: the actions carried out since it was last cleared, where `keep_log` is set; otherwise empty.
     """
 
     def __init__(self, units: UnitBytes, works: WorksUnderWay) -> None:
@@ -60,8 +59,6 @@ class ChunkStore:
         self.passing: set[PlaneRef] = set()
         self.leases = Leases(self.tensor, units.part)
         self.ledger = units.ledger
-        self.keep_log = False
-        self.log: list[Action] = []
         self.hold_beside = partial(units.ledger.nonmodel, self._compute)
         self._wrap: dict[PlaneRef, Callable[[], Tensor]] = {}
 
@@ -109,7 +106,7 @@ class ChunkStore:
             StateError: the store is of another process, whose transfers nobody here can wait for.
         """
         if os.getpid() != self._process:
-            self.units.arenas[self._compute].expect_open()
+            self.units.arenas[self._compute].space.expect_open()
         # `isinstance`, without a function of Python's.
         for waits, group in groupby(actions, key=Wait.__instancecheck__):
             # Nobody waits in between: what is moved, and what is noted of it, belong together.
@@ -133,10 +130,8 @@ class ChunkStore:
         except BaseException as error:
             self.land_all()  # also after an interruption by the user, of which the next may come while this one is settled
             if isinstance(error, torch.AcceleratorError | DeviceFailureError):
-                raise located(error, f"{action}, in op {during}" if during else str(action)) from error
+                raise DeviceFailureError(error, f"{action}, in op {during}" if during else str(action)) from error
             raise
-        if self.keep_log:
-            self.log.append(action)
 
     def _issue(self, issue: Issue, during: str, update_work: UpdateWork | None) -> None:
         """Has a work begin. What is copied or created takes slots first, where it has none: at home it may have rested before."""
@@ -180,7 +175,7 @@ class ChunkStore:
             (_, ref, tier), during = issue.work, self.works.during(issue)
             this = f"{ref} on its way from the {issue.src.label} to the {tier.label}, issued at {during}"
             if isinstance(error, DeviceFailureError):
-                raise located(error, this) from error
+                raise DeviceFailureError(error, this) from error
             raise DeviceError(f"{error}\n  this was {this}") from error
 
     def land(self, ref: PlaneRef) -> None:
@@ -213,10 +208,8 @@ class ChunkStore:
 
     def wrote(self, ref: PlaneRef, tier: Tier | None = None) -> None:
         """Notes that a unit has been written, on the compute tier or on one below."""
-        if len(self.state.newest.get(ref, ())) == 1:
-            residency.mark_written(self.state, ref, tier)  # no other copy of it becomes stale: nothing changes
-            return
-        with InterruptionsPutOff():
+        # Where no other copy of it becomes stale, nothing changes.
+        with Plain() if len(self.state.newest.get(ref, ())) == 1 else InterruptionsPutOff():
             residency.mark_written(self.state, ref, tier)
 
     def forget(self, ref: PlaneRef) -> None:

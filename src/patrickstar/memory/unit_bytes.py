@@ -66,7 +66,7 @@ class UnitBytes:
         arena = self.arenas[tier]
         if tier is self._compute and ref in self._inherited:
             self._inherited.discard(ref)
-            arena.inherit(self._at[tier][ref], slots, inherited=False)
+            arena.space.inherit(*arena.place(self._at[tier][ref], slots), inherited=False)
         arena.give(self._at[tier].pop(ref), slots, fence=fence)
         if tier is self._compute or self.state.has_slots_to_take(ref, tier):
             self.ledger.remove(tier, slots * arena.slot_bytes)
@@ -77,7 +77,8 @@ class UnitBytes:
 
     def absent_bytes(self, ref: PlaneRef) -> int:
         """Bytes of a unit's slots on the compute tier whose pages have not come yet. It takes a call of the system."""
-        return self.arenas[self._compute].absent_bytes(self._at[self._compute][ref], self.state.slots[ref])
+        arena = self.arenas[self._compute]
+        return arena.space.absent_bytes(*arena.place(self.slots_here[ref], self.state.slots[ref]))
 
     def trim(self) -> None:
         """Gives pages of free slots back to the system until no more than `limit_slots` hold any, if that can be."""
@@ -117,7 +118,8 @@ class UnitBytes:
         """Elements of a unit on the compute tier, over a fresh storage of their own. Forked children inherit them, until the slots are given back."""
         if ref not in self._inherited:
             self._inherited.add(ref)
-            self.arenas[self._compute].inherit(self._at[self._compute][ref], self.state.slots[ref], inherited=True)
+            arena = self.arenas[self._compute]
+            arena.space.inherit(*arena.place(self.slots_here[ref], self.state.slots[ref]), inherited=True)
         return self.wrapping(ref, self._compute, part)()
 
     def moving(self, issue: Issue) -> Task:

@@ -2,13 +2,18 @@
 
 Each work comes after those that it depends on, by the table of `plan/actions.py`: what is written comes after the fences of its slots, and after
 what still uses them, what is read after what writes it. What is created has no wait: whoever uses it first waits for its zeros.
+
+A device's transfer counts as arrived once it is queued, and slots are given back while kernels that read them are queued: who comes next has the
+device wait (`Readiness`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
+from random import Random
+from typing import Final
 
 import torch
 
@@ -16,12 +21,22 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Touch
 from patrickstar.memory.device_failure import DeviceFailureError
-from patrickstar.memory.lanes import DONE, Lane, Task, Ticket
-from patrickstar.memory.links import MakeLane
-from patrickstar.memory.readiness import Readiness
+from patrickstar.memory.lanes import DONE, InlineLane, Lane, PacedLane, StressedLane, Task, ThreadLane, Ticket
+from patrickstar.memory.stream_lane import StreamLane, StreamTicket
 from patrickstar.memory.unit_bytes import UnitBytes
 from patrickstar.plan import residency
 from patrickstar.plan.actions import Issue, Work, WorkKind, reads, writes
+
+Place = tuple[PlaneRef, Tier]
+"""A unit's bytes on one tier."""
+
+MakeLane = Callable[[Tier, Tier | None], Lane]
+"""Makes the lane from one tier to another; from a tier to itself: that which fills slots there; from a tier to none: that which updates there."""
+
+DISK_REQUESTS: Final = 2
+"""Under way in each direction at once (`benchmarks/disk.py --depth`): one leaves many disks idle between two, four are no faster than two."""
+
+_STRESSED_WORKS: Final = 3  # at once, so that they overtake each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +130,8 @@ class WorksUnderWay:
         """All that must be over before a work reads what it reads."""
         is_alone = issue.src is not None and issue.work.of not in self._state.under_way
         before = [] if is_alone else list(map(self.ticket, residency.before_it(self._state, issue)))
-        if issue.src is not None and (WorkKind.CREATE, issue.work.of, issue.src) in self._under_way:
-            before += self._zeros(issue.work.of, issue.src)
+        if issue.src is not None and (filling := self._under_way.get((WorkKind.CREATE, issue.work.of, issue.src))):
+            before += [filling.ticket]
         if self.is_queued:
             for unit, tier, _ in reads(issue, self._state.home):
                 before += self._readiness.before_reading((unit, tier))
@@ -129,8 +144,8 @@ class WorksUnderWay:
         (kind, ref, tier), before = issue.work, list[Ticket]()
         if kind is not WorkKind.UPDATE and tier is not Tier.DISK:
             before += self.units.fences(ref, tier, issue.slots)
-            if (WorkKind.CREATE, ref, tier) in self._under_way:
-                before += self._zeros(ref, tier)
+            if filling := self._under_way.get((WorkKind.CREATE, ref, tier)):
+                before += [filling.ticket]
         if self.is_queued:
             for unit, _, _ in writes(issue, self._state.home):
                 before += self._readiness.before_writing((unit, tier))
@@ -140,14 +155,14 @@ class WorksUnderWay:
 
     def _begin_by_chunk(self, ref: PlaneRef, src: Tier, dst: Tier, before: list[Ticket]) -> Ticket:
         """Begins the transfer of a run as one of each chunk, so that none waits for updates of others."""
-        lane, chunks = self.lane(src, dst), self.chunks(ref)
+        lane, chunks, filling = self.lane(src, dst), self.chunks(ref), self._under_way.get((WorkKind.CREATE, ref, src))
         slots, parts = self._state.slots[ref] // chunks, list[Ticket]()
         for number in range(chunks):
             work = self.units.copying(ref, src, dst, range(number * slots, (number + 1) * slots))
             update = self._under_way.get(Work.update(ref.chunk + number, src))
             # On a device an update that has been waited for is queued, and no more. The last one comes after all before it, and what was computed.
             after = self._readiness.before_reading((ref, src)) if update is None else [update.ticket]
-            after += self._zeros(ref, src)
+            after += [filling.ticket] if filling else []
             parts.append(lane.issue(work, [*before, *after], nbytes=slots * self._state.slot_bytes))
         return lane.issue(_nothing, parts)
 
@@ -203,11 +218,6 @@ class WorksUnderWay:
                 fence = self.lane(tier, tier).issue(work, before)
         self.units.give(ref, tier, slots, fence=fence)
 
-    def _zeros(self, ref: PlaneRef, tier: Tier) -> list[Ticket]:
-        """The filling of a unit's slots, if nobody has waited for it."""
-        filling = self._under_way.get((WorkKind.CREATE, ref, tier))
-        return [] if filling is None else [filling.ticket]
-
     # pages
 
     @property
@@ -223,3 +233,102 @@ class WorksUnderWay:
 
 def _nothing() -> None:
     """The work of a ticket for what comes before it."""
+
+
+class Readiness:
+    """The last works on each place that may still be under way on a device. `device`: None where nothing is, and nobody has to ask."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._streams: dict[int, torch.Stream] = {}
+        self._written: dict[Place, Ticket] = {}
+        self._read: dict[Place, list[Ticket]] = {}
+        self._seen: dict[Place, set[int]] = {}
+
+    def written(self, place: Place, ticket: Ticket) -> None:
+        """Notes a work that writes there: the last one, which comes after all before it."""
+        self._written[place] = ticket
+        self._read.pop(place, None)
+        self._seen.pop(place, None)
+
+    def read(self, place: Place, ticket: Ticket) -> None:
+        """Notes a work that reads there."""
+        reading = self._read.setdefault(place, [])
+        reading[:] = [earlier for earlier in reading if not earlier.done]
+        reading.append(ticket)
+
+    def before_reading(self, place: Place) -> list[Ticket]:
+        """Tickets that a work which reads there comes after, but for what has been computed."""
+        ticket = self._written.get(place)
+        return [] if ticket is None else [ticket]
+
+    def before_writing(self, place: Place) -> list[Ticket]:
+        """Tickets that a work which writes there comes after, but for what has been computed."""
+        return [*self.before_reading(place), *self._read.get(place, ())]
+
+    def computed(self) -> list[Ticket]:
+        """Tickets of all that has been queued so far by whoever computes with slots of the device."""
+        return [StreamTicket(stream) for stream in self._streams.values()]
+
+    def compute(self, places: Iterable[Place], *, writes: Iterable[Place] = ()) -> None:
+        """Has the current stream of this thread, which is about to use these places of the device, wait for what is under way on them.
+
+        `writes`: those of them that it will write to.
+        """
+        if self._device is None:
+            return
+        stream = torch.accelerator.current_stream(self._device)
+        number = stream.stream_id
+        self._streams.setdefault(number, stream)
+        for place in places:
+            ticket = self._written.get(place)
+            if ticket is not None and number not in self._seen.setdefault(place, set()):
+                ticket.wait_on_device()
+                self._seen[place].add(number)
+        for place in writes:
+            for ticket in self._read.pop(place, ()):
+                ticket.wait_on_device()
+
+    def wait(self, place: Place) -> None:
+        """Waits on the host for what is under way on a place of the host."""
+        for ticket in self.before_writing(place):
+            ticket.wait()
+        self.forget(place)
+
+    def forget(self, place: Place) -> None:
+        """Forgets a place whose slots are given back, or which nothing is under way on."""
+        self._written.pop(place, None)
+        self._read.pop(place, None)
+        self._seen.pop(place, None)
+
+
+def lanes_of(
+    *, bytes_per_second: float | None = None, stress_seed: int | None = None, device: torch.device | None = None
+) -> MakeLane:
+    """The lanes of a session: threads for the disk, so that both directions are used at once, and for updates, which an interruption of the
+    caller does not leave half done; the rest where it is asked for.
+
+    Args:
+        bytes_per_second: of the emulated device's link, in each direction. stress_seed: makes every work of a thread late by chance.
+        device: whose streams copy between it and the host, and fill and update what is there. What the host fills it fills beside the caller then.
+    """
+    random = None if stress_seed is None else Random(stress_seed)  # noqa: S311 - times to be late by
+
+    def make(src: Tier, dst: Tier | None) -> Lane:
+        name = f"{src.value} step" if dst is None else f"{src.value}>{dst.value}"
+        lane: Lane
+        if device is not None and Tier.DEVICE in (src, dst):
+            return StreamLane(name, device)
+        if bytes_per_second is not None and {src, dst} == {Tier.DEVICE, Tier.HOST}:
+            lane = PacedLane(name, bytes_per_second=bytes_per_second)
+        elif random is not None:
+            lane = ThreadLane(name, works=_STRESSED_WORKS)
+        elif Tier.DISK in (src, dst):
+            lane = ThreadLane(name, works=DISK_REQUESTS)
+        elif dst is None or device is not None:
+            lane = ThreadLane(name)
+        else:
+            lane = InlineLane()
+        return lane if random is None else StressedLane(lane, Random(random.random()))  # noqa: S311
+
+    return make

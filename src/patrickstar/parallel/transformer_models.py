@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from patrickstar.config.kinds import refuse
 from patrickstar.errors import ConfigError, StateError
-from patrickstar.hooks import Watched, watch_arguments
+from patrickstar.hooks import watch_arguments
 from patrickstar.parallel.cut_batches import TOKENS
 from patrickstar.parallel.group import MeshGroup
 from patrickstar.parallel.tensor_2d import grid_of
@@ -46,7 +46,7 @@ class Parallelized:
         if model.config._attn_implementation != name:
             raise ConfigError(f"parallelize: {type(model).__name__} does not let its attention be set: {_ATTENTION}")
         model.loss_function = CausalLoss(self.mean, shifts=False)
-        self._watched: Watched = watch_arguments(model, self._before_forward, self._after_forward)
+        self._watched = watch_arguments(model, self._before_forward, self._after_forward)
 
     def __deepcopy__(self, _: Any) -> Parallelized:
         return self  # ranks are not copied
@@ -61,7 +61,7 @@ class Parallelized:
     def undo(self, model: Any) -> None:
         """Has a model be as it was."""
         implementation, loss = self._before
-        self._watched.remove()
+        self._watched.close()
         model.set_attn_implementation(implementation)
         if loss is None:
             del model._loss_function

@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from torch.autograd.graph import Node
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from patrickstar.errors import BudgetError, StateError
-from patrickstar.hooks import Watched, is_called_by_compiled, watch_calls
+from patrickstar.hooks import is_called_by_compiled, watch_calls
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.parameters.call_order import CallOrder
@@ -119,7 +119,7 @@ class Blocks:
         self._access = binding.access
         self.bound: frozenset[str] = frozenset()
         self._blocks: dict[int, Block] = {}
-        self._watched: list[Watched] = []
+        self._watched = ExitStack()
         self._ordinary: dict[BoundParameter, int] = {}  # how many calls have made it so
         self._opened: Block | None = None  # in a backward
         binding.gradients.arrives = partial(Blocks._arrives, weakref.proxy(self))
@@ -154,7 +154,8 @@ class Blocks:
         # Inside of the hooks of what has a fused path, as torch looks for these; around those of others, which may use parameters.
         fused = [module for module in new if isinstance(module, WITH_FUSED)]
         others = [module for module in new if not isinstance(module, WITH_FUSED)]
-        self._watched += [watch_calls(fused, self, "forward"), watch_calls(others, self, "_call_impl")]
+        self._watched.enter_context(watch_calls(fused, self, "forward"))
+        self._watched.enter_context(watch_calls(others, self, "_call_impl"))
 
     def expect_compilable(self, modules: Iterable[nn.Module]) -> None:
         """Raises StateError where what runs compiled uses parameters that no block owns: of these, or of the model whose forward begins."""
@@ -175,9 +176,7 @@ class Blocks:
         """Watches nothing any more."""
         self._access.close()
         self.bound = frozenset()
-        for watched in self._watched:
-            watched.remove()
-        self._watched.clear()
+        self._watched.close()
         self._blocks.clear()
 
     def call(self, module: nn.Module, run: Callable[[], _Result]) -> _Result:

@@ -24,7 +24,7 @@ from patrickstar.core.planes import WEIGHT, PlaneRef
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.core.trace import Phase, Touch
 from patrickstar.memory.lanes import DONE, Ticket
-from patrickstar.memory.readiness import CopyStreams
+from patrickstar.memory.leases import CopyStreams
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.call_order import BlockWeights, CallOrder, Coming
 from patrickstar.torch_private import backward_id

@@ -20,13 +20,11 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GradientUse, PlaneRef
 from patrickstar.core.shard_layout import ShardLayout
 from patrickstar.memory.arena import Arena
-from patrickstar.memory.device_space import DeviceSpace
 from patrickstar.memory.disk import DiskPool
-from patrickstar.memory.links import MakeLane, lanes_of
-from patrickstar.memory.space import HostSpace, PinnedSpace, Space
+from patrickstar.memory.space import DeviceSpace, HostSpace, PinnedSpace, Space
 from patrickstar.memory.store import ChunkStore
 from patrickstar.memory.unit_bytes import UnitBytes
-from patrickstar.memory.works_under_way import WorksUnderWay
+from patrickstar.memory.works_under_way import MakeLane, WorksUnderWay, lanes_of
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.user_optimizer import read_groups
 from patrickstar.parameters.binding import Binding

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import cached_property
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from patrickstar.core.planes import REST, WEIGHT, PlaneRef
 from patrickstar.errors import StateError
-from patrickstar.hooks import Watched
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.optim.user_optimizer import begin_anew, return_state
 from patrickstar.parameters.bound import BoundParameter
@@ -34,7 +34,7 @@ class Closing:
     def __init__(
         self,
         parts: Parts,
-        root: Watched,
+        root: ExitStack,
         dtypes: Mapping[str, torch.dtype],
         buffers: Mapping[str, Kind],
         *,
@@ -75,7 +75,7 @@ class Closing:
             self._stages[0]()
             del self._stages[0]
         parts = self._parts
-        self._root.remove()
+        self._root.close()
         parts.stretches.blocks.remove()
         if not self._keeps:
             put_on_meta(parts.model, self._dtypes)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from patrickstar.comm.collectives import Collectives
-from patrickstar.hooks import Watched, watch_root
-from patrickstar.memory.links import MakeLane
+from patrickstar.hooks import watch_root
+from patrickstar.memory.works_under_way import MakeLane
 from patrickstar.parameters.bound import placeholder
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.build import build_memory, build_step
@@ -80,10 +80,10 @@ class Ground:
                 parameter.grad = None
 
 
-def watch(parts: Parts, undo: ExitStack) -> Watched:
+def watch(parts: Parts, undo: ExitStack) -> ExitStack:
     """Hooks on the model that tell parts of its calls. `undo`: removes them."""
     root = watch_root(parts.model, parts.events)
-    undo.callback(root.remove)
+    undo.callback(root.close)
     blocks = parts.stretches.blocks
     undo.callback(blocks.remove)
     if not parts.whole.why:

@@ -26,8 +26,8 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GradientUse
 from patrickstar.core.shard_layout import RankOf
 from patrickstar.errors import BudgetError, RankError, RankLost
-from patrickstar.memory.filesystem import expect_usable
-from patrickstar.memory.links import MakeLane
+from patrickstar.memory.disk import expect_usable
+from patrickstar.memory.works_under_way import MakeLane
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.optim.user_optimizer import check_optimizer
@@ -315,7 +315,7 @@ def _begin(parts: Parts, ground: Ground, setup: Setup, source: Loading | None, j
             undo.callback(managed.detach)
         if job is not None:
             hooks = ExitStack()
-            hooks.callback(root.remove)
+            hooks.callback(root.close)
             hooks.callback(parts.stretches.blocks.remove)
             session.resizing = _resizing(session, ground, job, buffers, hooks)
         if source is not None:

@@ -14,7 +14,7 @@ from patrickstar.core.planes import EXP_AVG
 from patrickstar.core.trace import Trace
 from patrickstar.errors import ConfigError, DeviceError
 from patrickstar.memory.allocator import Allocator
-from patrickstar.memory.filesystem import DISK_SHARE, free_bytes
+from patrickstar.memory.disk import DISK_SHARE, free_bytes
 from patrickstar.optim.passes import PassBytes
 from patrickstar.plan.planner import SPARE_SHARE, PlanBudgets
 from patrickstar.plan.simulate import Simulation

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from patrickstar.config.arguments import MemoryOptions
-from patrickstar.core.formats import FP32, Formats, PlaneFormat, bf16_formats, fp16_formats
+from patrickstar.core.formats import FP32, Formats, PlaneFormat, formats_of_16_bits
 from patrickstar.core.layout import Layout
 from patrickstar.errors import ConfigError
 from patrickstar.parameters.exchange import Travel
@@ -71,20 +71,16 @@ def find_precision(
     whole = _whole_modules(model, options.keep_fp32)
     accumulates = (options.accumulate or 1) > 1 or in_parts
     travel = Travel(_TYPES[kept], _TYPES["fp32" if accumulates and compute == "fp32" else kept], in_parts)
-    if kept == "bf16":
-        formats = bf16_formats(gradient="float32" if accumulates or over_ranks else "bfloat16")
-        copies = compute == "fp32"
-        return Precision(formats, _TYPES[compute], whole, mixed=True, copies=copies, travel=travel)
-    # Where weights cross a link, 2 bytes do that and 2 lie on the device; where nothing does, the master alone saves these 2.
-    is_split = has.device != "cpu"
+    # Where fp16 weights cross a link, 2 bytes do that and 2 lie on the device; where nothing does, the master alone saves these 2.
+    is_split = kept == "bf16" or has.device != "cpu"
     return Precision(
-        fp16_formats(is_split=is_split, gradient="float32" if accumulates or over_ranks else "float16"),
+        formats_of_16_bits(kept, is_split=is_split, adds_up=accumulates or over_ranks),
         _TYPES[compute],
         whole,
         mixed=True,
         copies=not is_split or compute == "fp32",
         rounding=None if is_split else torch.float16,
-        scales=True,
+        scales=kept == "fp16",
         travel=travel,
     )
 

@@ -26,7 +26,7 @@ _HONOURED: Final = MappingProxyType(
         "gradient_accumulation_steps": Key(k.COUNT, "Micro-batches of a step. `backward` divides by it. Default 1."),
         "train_batch_size": Key(k.COUNT, "Micro batch x accumulation x ranks; two of the three give the third."),
         "gradient_clipping": Key(k.NORM, "Largest global norm of the gradients of a step; 0 and -1: any."),
-        "steps_per_print": Key(k.COUNT_OR_NULL, "Steps between two lines of progress. Default: none."),
+        "steps_per_print": Key(k.or_null(k.COUNT), "Steps between two lines of progress. Default: none."),
         "default_chunk_size": Key(k.COUNT, "Elements that a chunk does not exceed. A tensor may span several chunks."),
         "use_cpu_embedding": Key(k.FLAG, "Tables with more rows than any linear go in tiles, with the same bits."),
         "optimizer.type": Key(k.word("Adam", "AdamW"), "`Adam` has L2 decay, `AdamW` decoupled. Default `Adam`."),
@@ -39,17 +39,19 @@ _HONOURED: Final = MappingProxyType(
         "scheduler.params: lr_range_test_step_size cycle_first_step_size warmup_num_steps total_num_steps": Key(
             k.COUNT, "Steps of an interval, of the rise, of the warm-up (2 at least), of the whole run."
         ),
-        "scheduler.params.cycle_second_step_size": Key(k.COUNT_OR_NULL, "Steps of the fall; null: as of the rise."),
+        "scheduler.params.cycle_second_step_size": Key(k.or_null(k.COUNT), "Steps of the fall; null: as of the rise."),
         "scheduler.params: lr_range_test_step_rate cycle_min_lr cycle_max_lr warmup_min_lr decay_lr_rate decay_mom_rate": Key(
             k.RATE, "Growth by interval, ends of the rates, decay by interval."
         ),
         "scheduler.params.lr_range_test_min_lr": Key(k.POSITIVE, "Where the rate begins."),
-        "scheduler.params.warmup_max_lr": Key(k.RATE_OR_NULL, "Where the warm-up ends; null: `optimizer.params.lr`."),
+        "scheduler.params.warmup_max_lr": Key(
+            k.or_null(k.RATE), "Where the warm-up ends; null: `optimizer.params.lr`."
+        ),
         "scheduler.params: cycle_min_mom cycle_max_mom warmup_min_ratio cos_min_ratio": Key(
             k.FRACTION, "Ends of the first beta, and of the rate as shares of `optimizer.params.lr`."
         ),
         "scheduler.params.cycle_first_stair_count": Key(k.WHOLE, "Stairs up; 0: none."),
-        "scheduler.params.cycle_second_stair_count": Key(k.WHOLE_OR_NULL, "Stairs down; null: as up."),
+        "scheduler.params.cycle_second_stair_count": Key(k.or_null(k.WHOLE), "Stairs down; null: as up."),
         "scheduler.params.decay_step_size": Key(k.WHOLE, "Steps of a decay interval; 0: no decay."),
         "scheduler.params.lr_range_test_staircase": Key(k.FLAG, "Whether the rate rises in stairs."),
         "scheduler.params.cycle_momentum": Key(k.FLAG, "Whether the first beta cycles too. The second is 0.99 then."),
@@ -67,7 +69,7 @@ _HONOURED: Final = MappingProxyType(
             k.word("none", "cpu", "nvme"), '`"nvme"`: offloads to the disk as needed. Default `"none"`.'
         ),
         "zero_optimization.offload_param.nvme_path zero_optimization.offload_optimizer.nvme_path client.nvme_base_dir": Key(
-            k.TEXT_OR_NULL, "Directory of the disk (`disk` of `manage`), of which there is one."
+            k.or_null(k.TEXT), "Directory of the disk (`disk` of `manage`), of which there is one."
         ),
         "client.mem_tracer.overall_cpu_mem_ratio": Key(k.SHARE, '`host_memory`, as a share: 0.8 is `"80%"`.'),
         "client.mem_tracer.overall_gpu_mem_ratio": Key(k.SHARE, "`device_memory`, where `device` is a GPU."),
@@ -140,58 +142,46 @@ SECTIONS: Final = frozenset(path[:end] for path in TABLE for end, letter in enum
 """The objects in which these keys are."""
 
 _NO_EFFECT: Final = """
-    activation_checkpoint_interval activation_checkpointing aio allgather_bucket_size allgather_partitions
-    allgather_sequential allgather_size api_key arg_mappings async_split_plan auto_cast autoep_size backend
-    block_pattern block_size buffer_count buffer_dtype buffer_size check_grad_overflow check_overflow checkpoint
-    checkpoint_serialization classes combine_impl comet comm_backend comms_logger communication_data_type
-    compute_grad_norm contiguous_gradients contiguous_memory_optimization convert_grad_on_cpu cpu_checkpointing
-    cpu_offload cpu_offload_param cpu_offload_params cpu_offload_use_pin_memory cpuadam_cores_perc csv_monitor
-    curriculum_type data_parallel data_parallel_size data_routing data_sampling data_types dataloader_drop_last
-    datastates_ckpt debug debug_log decoupled dense_ratio detailed different_groups difficulty difficulty_step
-    disable_allgather disable_python_gc disable_triton_grouped_mm double_buffer dtype dump_state elastic_checkpoint
-    enable_cuda_graph enable_nebula_load enable_sanity_checks enabled end_profile_step end_step err_beta
-    excluded_modules experiment_key experiment_name expert_pattern expert_tensor_parallel_size expert_w1 expert_w2
-    expert_w3 exps_dir fast fast_init flops_profiler foreach fp16_mixed_quantize free_activation
-    free_activation_threshold fused fused_mode gamma gas_boundary_resolution gather_16bit_weights_on_model_save
-    grad_accum_dtype grad_partitioned gradient_allreduce_op gradient_predivide_factor group has_shared_experts
-    ignore_non_elastic_batch_info ignore_unused_parameters immediate_grad_update inference_tp_size intra_op_parallelism
-    io_buffer_double io_buffer_size io_multiplier job_name keep_all_input_tensors keep_int_input_tensors
-    keep_module_on_host keep_number_layer keep_number_layers kwargs layer_name layer_num layer_specs leaf_module
-    legacy_fusion legacy_stage1 load_balance_coeff load_from_fp32_weights load_path load_universal log_level
-    log_trace_cache_warnings lower_precision_safe_modules margin_use_ratio max_difficulty max_gpus max_in_cpu max_iter
-    max_live_parameters max_out_tokens max_reuse_distance max_step max_train_batch_size
-    max_train_micro_batch_size_per_gpu memory_breakdown memory_efficient_linear method metric metric_path
-    micro_batch_sizes mics_hierarchical_params_gather mics_shard_size min_difficulty min_gpus min_time
-    min_train_batch_size min_train_micro_batch_size_per_gpu mode model_info model_info_path model_parallel_size
-    model_persistence_threshold module_depth module_granularity_threshold module_name_prefix moe_layer_pattern mp_size
-    name_suffixes names nebula num_expert_groups num_experts_attr num_gpus_per_node num_heads num_limited_groups
-    num_of_version_in_retention num_tuning_micro_batch_sizes number_checkpoints offload_activation
-    offload_activation_pin_memory offload_opt_states offload_parameters online opts other_module_name output_file
-    output_path overlap_comm overlap_events override_module_apply overwrite parallel_write param_dtype
-    param_persistence_threshold parameter_alignment partition partition_activations partition_config passes
-    persistent_storage_path persistent_time_interval pin_memory pin_parameters pipe_partitioned pipeline
-    pipeline_loading_checkpoint pipeline_read pipeline_stage pipeline_write prefer_large_batch prefer_larger_batch
-    prefetch_bucket_size prescale_gradients preset_model prof_all prof_ops profile profile_step project
-    quantization_type quantize-algo quantize_change_ratio quantize_groups quantize_verbose quantize_weight_in_forward
-    quantizer_kernel queue_depth range_calibration ratio recompute_fwd_factor reduce_bucket_size reduce_scatter
-    release_after_init release_inference_cache reset_T results_dir root_degree round_robin_gradients rounding route_norm
-    route_scale routed_scaling_factor router_pattern samples_log_interval save_muon_momentum_buffer_in_memory
-    schedule_config schedule_offset schedule_offset_end schedule_offset_stride schedule_type score_apply score_func seed
-    seed_layers seq_parallel_comm_data_type seq_parallel_communication_data_type shared_experts_pattern show_statistics
+    activation_checkpoint_interval activation_checkpointing aio allgather_bucket_size allgather_partitions allgather_sequential allgather_size api_key
+    arg_mappings async_split_plan auto_cast autoep_size backend block_pattern block_size buffer_count buffer_dtype buffer_size check_grad_overflow
+    check_overflow checkpoint checkpoint_serialization classes combine_impl comet comm_backend comms_logger communication_data_type compute_grad_norm
+    contiguous_gradients contiguous_memory_optimization convert_grad_on_cpu cpu_checkpointing cpu_offload cpu_offload_param cpu_offload_params
+    cpu_offload_use_pin_memory cpuadam_cores_perc csv_monitor curriculum_type data_parallel data_parallel_size data_routing data_sampling data_types
+    dataloader_drop_last datastates_ckpt debug debug_log decoupled dense_ratio detailed different_groups difficulty difficulty_step disable_allgather
+    disable_python_gc disable_triton_grouped_mm double_buffer dtype dump_state elastic_checkpoint enable_cuda_graph enable_nebula_load
+    enable_sanity_checks enabled end_profile_step end_step err_beta excluded_modules experiment_key experiment_name expert_pattern
+    expert_tensor_parallel_size expert_w1 expert_w2 expert_w3 exps_dir fast fast_init flops_profiler foreach fp16_mixed_quantize free_activation
+    free_activation_threshold fused fused_mode gamma gas_boundary_resolution gather_16bit_weights_on_model_save grad_accum_dtype grad_partitioned
+    gradient_allreduce_op gradient_predivide_factor group has_shared_experts ignore_non_elastic_batch_info ignore_unused_parameters
+    immediate_grad_update inference_tp_size intra_op_parallelism io_buffer_double io_buffer_size io_multiplier job_name keep_all_input_tensors
+    keep_int_input_tensors keep_module_on_host keep_number_layer keep_number_layers kwargs layer_name layer_num layer_specs leaf_module legacy_fusion
+    legacy_stage1 load_balance_coeff load_from_fp32_weights load_path load_universal log_level log_trace_cache_warnings lower_precision_safe_modules
+    margin_use_ratio max_difficulty max_gpus max_in_cpu max_iter max_live_parameters max_out_tokens max_reuse_distance max_step max_train_batch_size
+    max_train_micro_batch_size_per_gpu memory_breakdown memory_efficient_linear method metric metric_path micro_batch_sizes
+    mics_hierarchical_params_gather mics_shard_size min_difficulty min_gpus min_time min_train_batch_size min_train_micro_batch_size_per_gpu mode
+    model_info model_info_path model_parallel_size model_persistence_threshold module_depth module_granularity_threshold module_name_prefix
+    moe_layer_pattern mp_size name_suffixes names nebula num_expert_groups num_experts_attr num_gpus_per_node num_heads num_limited_groups
+    num_of_version_in_retention num_tuning_micro_batch_sizes number_checkpoints offload_activation offload_activation_pin_memory offload_opt_states
+    offload_parameters online opts other_module_name output_file output_path overlap_comm overlap_events override_module_apply overwrite
+    parallel_write param_dtype param_persistence_threshold parameter_alignment partition partition_activations partition_config passes
+    persistent_storage_path persistent_time_interval pin_memory pin_parameters pipe_partitioned pipeline pipeline_loading_checkpoint pipeline_read
+    pipeline_stage pipeline_write prefer_large_batch prefer_larger_batch prefetch_bucket_size prescale_gradients preset_model prof_all prof_ops
+    profile profile_step project quantization_type quantize-algo quantize_change_ratio quantize_groups quantize_verbose quantize_weight_in_forward
+    quantizer_kernel queue_depth range_calibration ratio recompute_fwd_factor reduce_bucket_size reduce_scatter release_after_init
+    release_inference_cache reset_T results_dir root_degree round_robin_gradients rounding route_norm route_scale routed_scaling_factor router_pattern
+    samples_log_interval save_muon_momentum_buffer_in_memory schedule_config schedule_offset schedule_offset_end schedule_offset_stride schedule_type
+    score_apply score_func seed seed_layers seq_parallel_comm_data_type seq_parallel_communication_data_type shared_experts_pattern show_statistics
     single_submit sparse_gradients stability stage stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save
-    stage3_gather_fp16_weights_on_model_save stage3_max_live_parameters stage3_max_reuse_distance
-    stage3_model_persistence_threshold stage3_module_granularity_threshold stage3_param_persistence_threshold
-    stage3_partition_stream_chunk_size stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params
-    start_profile_step start_step sub_group_size super_offload symmetric_memory sync_after_allgather sync_after_reduce
-    sync_before_allgather sync_before_reduce synchronize_checkpoint_boundary synchronized tag_validation teacher_layer
-    team tensorboard theta thread_count throughput timers tol top_k top_k_attr top_modules torch_adam
-    total_curriculum_step tp tp_gather_partition_size tp_overlap_comm trackio tuner_early_stopping tuner_num_trials
-    tuner_type type use_all_reduce_for_fetch_params use_async_mem_monitor use_data_before_expert_parallelism
-    use_default_specs use_fake_dist use_gds use_grouped_mm use_hybrid_adam use_multi_rank_bucket_allreduce
-    use_node_local_storage use_reentrant verbose version vocab_parallel_lm_head vocabulary_size wall_clock_breakdown
-    wandb warmup_gpu_chunk_mem_ratio with_async_move with_mem_cache with_mem_saving_comm with_static_partition workspace
-    writer zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_hpz_partition_size zero_optimization
-    zero_quantized_gradients zero_quantized_weights zeropp_loco_param
+    stage3_gather_fp16_weights_on_model_save stage3_max_live_parameters stage3_max_reuse_distance stage3_model_persistence_threshold
+    stage3_module_granularity_threshold stage3_param_persistence_threshold stage3_partition_stream_chunk_size stage3_prefetch_bucket_size
+    stage3_use_all_reduce_for_fetch_params start_profile_step start_step sub_group_size super_offload symmetric_memory sync_after_allgather
+    sync_after_reduce sync_before_allgather sync_before_reduce synchronize_checkpoint_boundary synchronized tag_validation teacher_layer team
+    tensorboard theta thread_count throughput timers tol top_k top_k_attr top_modules torch_adam total_curriculum_step tp tp_gather_partition_size
+    tp_overlap_comm trackio tuner_early_stopping tuner_num_trials tuner_type type use_all_reduce_for_fetch_params use_async_mem_monitor
+    use_data_before_expert_parallelism use_default_specs use_fake_dist use_gds use_grouped_mm use_hybrid_adam use_multi_rank_bucket_allreduce
+    use_node_local_storage use_reentrant verbose version vocab_parallel_lm_head vocabulary_size wall_clock_breakdown wandb warmup_gpu_chunk_mem_ratio
+    with_async_move with_mem_cache with_mem_saving_comm with_static_partition workspace writer zero_allow_untested_optimizer
+    zero_force_ds_cpu_optimizer zero_hpz_partition_size zero_optimization zero_quantized_gradients zero_quantized_weights zeropp_loco_param
 """
 IGNORED: Final = frozenset(_NO_EFFECT.split())
 """Names without effect, wherever they stand."""

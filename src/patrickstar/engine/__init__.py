@@ -1,1 +1,0 @@
-"""The interface of the original and of DeepSpeed, over a session."""
