@@ -133,7 +133,11 @@ def update_whole_chunks(
     grown, units = state.copy(), {PlaneRef(chunk, GRAD): slots[chunk] for chunk in until}
     grown.grow(dict.fromkeys(units, state.compute), units)
     in_order = sorted(until, key=lambda chunk: came[chunk][-1])
-    updates = {chunk: _update_of(chunk, trace.moments[came[chunk][-1]]) for chunk in in_order}
+    lasts = {chunk: trace.moments[came[chunk][-1]] for chunk in in_order}
+    updates = {
+        chunk: replace(last, phase=Phase.STEP, touches=(*last.touches, Touch(PlaneRef(chunk, GRAD))), updates=chunk)
+        for chunk, last in lasts.items()
+    }
     grown, tiers = choose_places(Trace(tuple(updates.values())), grown)
     moments: list[Moment] = []
     updated_at: dict[int, int] = {}
@@ -153,10 +157,6 @@ def update_whole_chunks(
     frees = tuple((updated_at[last], PlaneRef(chunk, GRAD)) for chunk, last in ends.items())
     homes = {ref: grown.home[ref] for ref in units}
     return WholeChunks(Trace(tuple(moments)), frees, units, homes, {chunk: len(came[chunk]) for chunk in until})
-
-
-def _update_of(chunk: int, last: Moment) -> Moment:
-    return replace(last, phase=Phase.STEP, touches=(*last.touches, Touch(PlaneRef(chunk, GRAD))), updates=chunk)
 
 
 def _arrivals(trace: Trace, state: Residency) -> dict[int, list[int]]:

@@ -74,12 +74,11 @@ class OptimizerStep(Doer):
         """A step of these parameters, as things stand now, which counts as one of each from here on."""
         for name in names:
             self.steps[name] = self.steps.get(name, 0) + 1
-        trace = self.planner.update_trace(names)
-        taken, level = self.binding.taken_bytes(), self.executor.room.level_bytes
-        tiers = self.planner.tiers(trace, self.executor.store.state, taken_bytes=taken, level_bytes=level)
-        factors = self.in_chunks.factors
+        taken, level, factors = self.binding.taken_bytes(), self.executor.room.level_bytes, self.in_chunks.factors
+        state = self.executor.store.state
+        trace = self.planner.placed_updates(names, state, taken_bytes=taken, level_bytes=level)
         alike = {name: (self.steps[name], hypers[name], factors.get(name, ())) for name in names}
-        return PendingStep(self, alike, self.planner.update_trace(names, tiers) if tiers else trace)
+        return PendingStep(self, alike, trace)
 
     def carry_out(self, order: PendingStep) -> None:
         self.stretches.begin_update(order)
