@@ -29,7 +29,7 @@ from patrickstar.parameters.bound import names_by_id
 from patrickstar.plan.fit import worst_moment
 from patrickstar.plan.make import make_plan
 from patrickstar.plan.residency import Residency
-from patrickstar.plan.touches import Touches, UseCounts, gradients_freed, step_trace
+from patrickstar.plan.touches import Touches, gradients_freed, step_trace
 from patrickstar.plan.weave import weave
 from patrickstar.tracing.offline import OfflineTracer
 
@@ -52,9 +52,7 @@ def main() -> int:
     formats = SessionFormats(FP32)
     tracer = OfflineTracer(
         layout=layout,
-        make_touches=lambda: Touches(
-            layout, gradients=GradientUse.CHUNK, updates=named.__contains__, formats=formats, counts=UseCounts()
-        ),
+        make_touches=lambda: Touches(layout, gradients=GradientUse.CHUNK, updates=named.__contains__, formats=formats),
     )
     blocks = [place.path for place in places_in(model, names_by_id(named))]
     tokens = torch.zeros(1, arguments.tokens, dtype=torch.long)

@@ -94,8 +94,8 @@ TRAINING: tuple[Mutant, ...] = (
         replace(
             "self.updates.order(...)",
             (
-                "(lambda order, read=self.hypers: (setattr(order, 'hypers', type('Now', (dict,), {'__getitem__': lambda _, name: "
-                "read()[name]})(order.hypers)), order)[1])(_)"
+                "(lambda order, read=self.hypers: (setattr(order, 'alike', type('Now', (dict,), {'__getitem__': lambda own, name: "
+                "(own.get(name)[0], read()[name], own.get(name)[2])})(order.alike)), order)[1])(_)"
             ),
         ),
         f"{LINE}[forward backward lr*=.5 step lr*=.5 zero forward backward step-fp32-emulated]",

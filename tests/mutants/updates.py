@@ -58,11 +58,8 @@ UPDATES: tuple[Mutant, ...] = (
     ),
     Fault("a-clip-factor-of-the-step-before", "step.optimizer_step:OptimizerStep.order").by(
         replace(
-            "{name: self.in_chunks.factors[name] for name in names if name in self.in_chunks.factors}",
-            (
-                "self.__dict__.setdefault('_kept', []).append(dict(self.in_chunks.factors)) or self._kept[max(0, "
-                "len(self._kept) - 2)]"
-            ),
+            "self.in_chunks.factors",
+            "self.__dict__.setdefault('_kept', []).append(dict(_)) or self._kept[max(0, len(self._kept) - 2)]",
         ),
         f"{LINE}[forward backward limit(9) step zero forward backward limit(.001) read step planned(2)-fp32-emulated]",
     ),

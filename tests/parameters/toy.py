@@ -18,7 +18,7 @@ from patrickstar.deferred.deferred_init import deferred_by
 from patrickstar.memory.leases import AssembledKey, CopyKey, Leases
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import Owner
-from patrickstar.plan.touches import Touches, UseCounts
+from patrickstar.plan.touches import Touches
 from patrickstar.torch_private import Plain
 
 
@@ -47,7 +47,7 @@ class ToyOwner(Owner):
         self.gradients: dict[str, Tensor] = {}
         self.firings: Counter[str] = Counter()
         self.escapes: list[PlaneRef] = []
-        touches = Touches(self.layout, GradientUse.CHUNK, named.__contains__, SessionFormats(FP32), UseCounts())
+        touches = Touches(self.layout, GradientUse.CHUNK, named.__contains__, SessionFormats(FP32))
         self.binding = Binding(named, self, leases=Leases(self.wrap), touches=touches)
         self.homes = {PlaneRef(run.head, "weight"): torch.zeros(self.slot_numel) for run in self.layout.runs}
         for bound in self.binding:

@@ -29,7 +29,7 @@ def test_the_example_of_the_module() -> None:
 def test_room_for_slots_changes_only_where_a_moment_needs_more(instance: Instance, kept: int) -> None:
     found = with_kept_bytes(instance.trace, kept_bytes=kept, budget_bytes=instance.budget, start=instance.start)
     needed = slots_needed(instance.trace, start=instance.start)
-    for before, after, slots in zip(instance.trace.moments, found.moments, needed, strict=True):
+    for after, (before, slots) in zip(found.moments, needed, strict=True):
         assert replace(after, nonmodel_bytes=0, live_bytes=0) == replace(before, nonmodel_bytes=0, live_bytes=0)
         assert after.nonmodel_bytes >= before.nonmodel_bytes
         if after.nonmodel_bytes < kept:

@@ -10,7 +10,7 @@ from patrickstar.core.formats import FP32, SessionFormats, formats_of_16_bits
 from patrickstar.core.layout import Layout, TensorSpec, build_layout
 from patrickstar.core.planes import GradientUse
 from patrickstar.core.trace import Touch
-from patrickstar.plan.touches import Touches, UseCounts, gradients_freed, master_touches, norm_trace, step_trace
+from patrickstar.plan.touches import Touches, gradients_freed, master_touches, norm_trace, step_trace
 from tests.plan.builders import CHUNK_NUMEL
 from tests.plan.texts import unit
 
@@ -28,12 +28,12 @@ def layout() -> Layout:
 
 def touches(gradients: GradientUse, *, split: bool = False, updates: Collection[str] = ("a", "b", "table")) -> Touches:
     formats = SessionFormats(formats_of_16_bits("bf16") if split else FP32)
-    return Touches(layout(), gradients=gradients, updates=updates.__contains__, formats=formats, counts=UseCounts())
+    return Touches(layout(), gradients=gradients, updates=updates.__contains__, formats=formats)
 
 
 def used(rule: Touches, name: str, *, in_graph: bool = True) -> None:
     """As the binding counts."""
-    for counts in (rule.counts.uses, *([] if in_graph else [rule.counts.apart])):
+    for counts in (rule.uses, *([] if in_graph else [rule.apart])):
         counts[name] = counts.get(name, 0) + 1
 
 

@@ -9,7 +9,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch
 from patrickstar.plan.actions import Action, Drop, Issue, Wait, Work
-from patrickstar.plan.plan import Condition, Snapshot, memory_tiers
+from patrickstar.plan.plan import Condition, Snapshot
 
 _ACTION = re.compile(r"(\S+) (?:([0DHK])>([DHK])|([DHK])([?!]))(?: x(\d+))?")
 _UPDATE = re.compile(r"c(\d+) step@([DHK])(\??)")
@@ -64,7 +64,7 @@ def snapshot(text: str) -> Snapshot:
     head, *lines = text.splitlines()
     compute = Tier(head[3])
     home, slots, newest, flights = dict[PlaneRef, Tier](), dict[PlaneRef, int](), dict[PlaneRef, frozenset[Tier]](), {}
-    taken: dict[Tier, set[PlaneRef]] = {tier: set() for tier in memory_tiers(compute)}
+    taken: dict[Tier, set[PlaneRef]] = {tier: set() for tier in (compute, Tier.HOST)}
     for line in lines:
         plane, letter, word, *spans = line.split()
         tier = Tier(letter)

@@ -119,9 +119,9 @@ def test_a_step_that_is_closed_is_about_what_has_come_alone() -> None:
     layout = build_layout([TensorSpec("a", (20,)), TensorSpec("b", (60,)), TensorSpec("c", (20,))], chunk_numel=96)
     (chunk,) = {part.chunk for name in ("a", "b") for part in layout.parts(name)}
     updates = step_trace(layout, layout.slices, formats=FP32, in_plane=True)
-    hypers = dict.fromkeys(layout.slices, Hyper(1e-3, 0.9, 0.999, 1e-8, 0.0, decoupled=True))
+    hyper = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.0, decoupled=True)
     nobody: Any = None  # does it
-    order = PendingStep(nobody, hypers, dict.fromkeys(hypers, 1), updates, arrivals={chunk: 2})
+    order = PendingStep(nobody, dict.fromkeys(layout.slices, (1, hyper, ())), updates, arrivals={chunk: 2})
     (part,) = layout.parts("b")
     assert order.takes(part)
     assert order.take(part) is None

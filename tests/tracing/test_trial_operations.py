@@ -24,7 +24,7 @@ from patrickstar.core.planes import GradientUse
 from patrickstar.core.trace import Trace
 from patrickstar.parameters.blocks import places_in
 from patrickstar.parameters.bound import names_by_id
-from patrickstar.plan.touches import Touches, UseCounts
+from patrickstar.plan.touches import Touches
 from patrickstar.tracing import trial_operations
 from patrickstar.tracing.offline import OfflineTracer
 from patrickstar.tracing.trial_operations import TrialOperations, result_of
@@ -175,7 +175,7 @@ def traced(case: Case, *, in_blocks: bool) -> Trace:
     }
     tracer = OfflineTracer(
         layout=layout,
-        make_touches=lambda: Touches(layout, gradients=GradientUse.CHUNK, counts=UseCounts(), **touches),
+        make_touches=lambda: Touches(layout, gradients=GradientUse.CHUNK, **touches),
         **more,
     )
     places = places_in(model, names_by_id(named)) if in_blocks else ()

@@ -186,7 +186,7 @@ class ChunkStore:
     def land_all(self) -> None:
         """Waits for all works under way; those that fail are given up."""
         while self.state.under_way:
-            wait = Wait(next(iter(self.state.under_way.values())).by[0].work)
+            wait = Wait(next(iter(self.state.under_way.values()))[0].work)
             for issue in residency.ended_by(self.state, wait):
                 self._land(issue)
 

@@ -118,9 +118,7 @@ class Binding:
         self.plain_class: type[Any] = nn.Parameter if base is Tensor else base
         classes = managed_classes(self, self.plain_class, base)
         self.parameter_class, self._alias_class, self._detached_class, self._assembled_class = classes
-        self.access = WeightAccess(
-            self.records, owner, leases, touches.counts, alias_class=self._alias_class, base=base
-        )
+        self.access = WeightAccess(self.records, owner, leases, touches, alias_class=self._alias_class, base=base)
         self.assembled = AssembledTensors(self.access, self._assembled_class, device=device)
         self.changes = Changes(self.access, self.assembled, self._owners_of, touches, to_master)
         widen = touches.gradients is GradientUse.CHUNK and to_master is not None  # there are parameters of 16 bits

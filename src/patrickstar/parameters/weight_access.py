@@ -17,7 +17,7 @@ from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey, Key, Leases, WeightKey
 from patrickstar.parameters.bound import BoundParameter, Owner
 from patrickstar.parameters.transforms import expect_no_transform
-from patrickstar.plan.touches import UseCounts
+from patrickstar.plan.touches import Touches
 from patrickstar.torch_private import NotInference, Plain, backward_id, transform_level
 
 Tell = Callable[[str, Sequence[Touch]], None]
@@ -28,7 +28,7 @@ class WeightAccess:
     """Gives parameters the bytes of their units, or of copies, for as long as they are used.
 
     Attributes:
-        records: of parameters and tiles, by name. owner: brings the bytes. leases: of the slots in use. counts: of uses.
+        records: of parameters and tiles, by name. owner: brings the bytes. leases: of the slots in use. touches: count uses.
         alias_class: of views of slots that a use has returned. base: the class of ordinary tensors.
         lock: held while bytes are given and taken. held: how many uses and module calls hold a parameter now, of those that are held.
         open: parameters that a block's backward holds, each with the 1-D tensor that it lies in, which is the same for all who ask meanwhile.
@@ -41,7 +41,7 @@ class WeightAccess:
     records: Mapping[str, BoundParameter]
     owner: Owner
     leases: Leases
-    counts: UseCounts
+    touches: Touches
     alias_class: type[Tensor]
     base: type[Tensor]
 
@@ -114,7 +114,7 @@ class WeightAccess:
 
     def _count(self, found: Sequence[BoundParameter]) -> None:
         """Counts a use of these parameters: apart from the graph where autograd does not record it as one of the parameters themselves."""
-        counts, in_graph = self.counts, torch.is_grad_enabled()
+        counts, in_graph = self.touches, torch.is_grad_enabled()
         for bound in found:
             in_graph = in_graph and not bound.is_detached
         for bound in found:

@@ -58,26 +58,24 @@ def worst_moment(
     """
     has_contents = _once_trained if trained else lambda ref: not start.is_free(ref)
     counts = [*slots_needed(trace, start=start, has_contents=has_contents, frees=frees)]
-    pairs = zip(trace.moments, counts, strict=True)
-    needed = [slots * start.slot_bytes + one.nonmodel_bytes for one, slots in pairs]
+    needed = [slots * start.slot_bytes + one.nonmodel_bytes for one, slots in counts]
     if not needed:
         return Need("", 0, start.slot_bytes, 0)
     worst = needed.index(max(needed))
-    return Need(trace.name(worst), counts[worst], start.slot_bytes, trace.moments[worst].nonmodel_bytes)
+    moment, slots = counts[worst]
+    return Need(trace.name(worst), slots, start.slot_bytes, moment.nonmodel_bytes)
 
 
 def beyond(trace: Trace, budget_bytes: int, *, start: Residency) -> list[Moment]:
     """The moments of a step, which comes after others, that need more than a budget."""
     counts = slots_needed(trace, start=start, has_contents=_once_trained)
-    pairs = zip(trace.moments, counts, strict=True)
-    return [one for one, slots in pairs if slots * start.slot_bytes + one.nonmodel_bytes > budget_bytes]
+    return [one for one, slots in counts if slots * start.slot_bytes + one.nonmodel_bytes > budget_bytes]
 
 
 def within(trace: Trace, budget_bytes: int, *, start: Residency) -> Trace:
     """The trace of a step that has run in a budget, with no more non-model bytes at any moment than that leaves to later such steps."""
     moments = []
-    counts = slots_needed(trace, start=start, has_contents=_once_trained)
-    for moment, slots in zip(trace.moments, counts, strict=True):
+    for moment, slots in slots_needed(trace, start=start, has_contents=_once_trained):
         room = max(0, budget_bytes - slots * start.slot_bytes)
         nonmodel, live = min(moment.nonmodel_bytes, room), min(moment.live_bytes, room)
         moments.append(replace(moment, nonmodel_bytes=nonmodel, live_bytes=live))
@@ -94,9 +92,9 @@ def with_kept_bytes(trace: Trace, *, kept_bytes: int, budget_bytes: int, start: 
         kept_bytes: the most non-model bytes of any moment of any stretch. budget_bytes: of the compute tier.
         start: where units are; sizes and homes are what counts.
     """
-    kept = (min(kept_bytes, budget_bytes - slots * start.slot_bytes) for slots in slots_needed(trace, start=start))
-    both = zip(trace.moments, kept, strict=True)
-    return Trace(tuple(replace(one, nonmodel_bytes=max(one.nonmodel_bytes, nbytes)) for one, nbytes in both))
+    counts = slots_needed(trace, start=start)
+    kept = ((one, min(kept_bytes, budget_bytes - slots * start.slot_bytes)) for one, slots in counts)
+    return Trace(tuple(replace(one, nonmodel_bytes=max(one.nonmodel_bytes, nbytes)) for one, nbytes in kept))
 
 
 def expect_room(need: Need, machine: Machine) -> None:
@@ -124,8 +122,8 @@ def slots_needed(
     start: Residency,
     has_contents: Callable[[PlaneRef], bool] = lambda _: True,
     frees: Iterable[tuple[int, PlaneRef]] = (),
-) -> Iterator[int]:
-    """Slots that each moment must hold at once. `has_contents`: asked of what is at home on the compute tier; the rest as for `worst_moment`."""
+) -> Iterator[tuple[Moment, int]]:
+    """Each moment, and the slots that it must hold at once. `has_contents`: asked of what is at home on the compute tier; as for `worst_moment`."""
     freed_after, slots, at_home = frees_by_moment(frees), start.slots, start.at_home()
     resident = set(filter(has_contents, at_home))
     at_rest = sum(slots[ref] for ref in resident)
@@ -137,7 +135,7 @@ def slots_needed(
             elif ref not in resident:
                 resident.add(ref)
                 at_rest += slots[ref]
-        yield at_rest + passing
+        yield moment, at_rest + passing
         for ref in freed_after.get(index, ()):
             if ref in resident:
                 resident.discard(ref)

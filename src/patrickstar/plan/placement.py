@@ -207,13 +207,9 @@ def _refuse_homes_there(machine: Machine, parts: dict[str, int], *, why: str = "
 
 
 def _spill(
-    sizes: Mapping[PlaneRef, int], *, host_bytes: int, disk: bool, held: int = 0, staging: int = 0, why: str = ""
+    sizes: Mapping[PlaneRef, int], *, host_bytes: int, disk: bool, held: int, staging: int, why: str
 ) -> set[PlaneRef]:
-    """The units that go to disk, so that the rest and one staged unit fit the host.
-
-    Args:
-        held: bytes that rest on the host already. staging: bytes of the largest unit that rests on the disk already.
-    """
+    """The units that go to disk, so that the rest, what is `held` on the host, and one staged unit, of `staging` bytes at least, fit the host."""
     rest = held + sum(sizes.values())
     spilled: set[PlaneRef] = set()
     if rest + staging <= host_bytes:

@@ -78,7 +78,7 @@ class Snapshot:
     def __post_init__(self) -> None:
         for name in ("home", "slots", "newest", "in_flight"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
-        taken = {tier: frozenset(self.taken.get(tier, ())) for tier in memory_tiers(self.compute)}
+        taken = {tier: frozenset(self.taken.get(tier, ())) for tier in (self.compute, Tier.HOST)}
         object.__setattr__(self, "taken", MappingProxyType(taken))
 
     def condition(self, ref: PlaneRef, tier: Tier | None = None) -> Condition:
@@ -116,11 +116,6 @@ class Snapshot:
         return words
 
 
-def memory_tiers(compute: Tier) -> tuple[Tier, ...]:
-    """The tiers that have slots: that which computes, and the host below a device."""
-    return (compute,) if compute is Tier.HOST else (compute, Tier.HOST)
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The actions before each op, between two known states.
@@ -129,7 +124,7 @@ class Plan:
         layout: the digest of the layout it is for; policy: the eviction policy that made it.
         start, end: the place of every unit before the first op, and after the last.
         moments: for each op of the trace, the actions to carry out before it, in order.
-        frees: (op, unit): units that are void after that op, such as a gradient that has been applied.
+        frees: (op, unit), sorted: units that are void after that op, such as a gradient that has been applied.
     """
 
     layout: str
@@ -139,9 +134,6 @@ class Plan:
     moments: tuple[tuple[Action, ...], ...]
     end: Snapshot
     frees: tuple[tuple[int, PlaneRef], ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "frees", tuple(sorted(self.frees)))
 
     def actions(self) -> Iterator[Action]:
         """All actions in order."""

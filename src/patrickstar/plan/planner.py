@@ -11,16 +11,15 @@ Note [Traces that are told apart by identity]
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from patrickstar.core.fixed_costs import FixedCosts
 from patrickstar.core.formats import SessionFormats
 from patrickstar.core.layout import Layout
-from patrickstar.core.machine import Machine, Tier
+from patrickstar.core.machine import Machine
 from patrickstar.core.planes import GRAD, PlaneRef
 from patrickstar.core.trace import Touch, Trace
 from patrickstar.plan.check import check
@@ -31,8 +30,7 @@ from patrickstar.plan.residency import Residency, slots_of
 from patrickstar.plan.stretch import Ask, Draft, StretchKind
 from patrickstar.plan.touches import gradients_freed, norm_trace, on_tiers, step_trace
 from patrickstar.plan.update_choice import UpdateChoice, choose_places, choose_tiers
-from patrickstar.plan.weave import own_moments, weave
-from patrickstar.plan.whole_chunks import update_whole_chunks
+from patrickstar.plan.weave import own_moments, update_whole_chunks, weave
 
 _KEPT: Final = 192
 SPARE_SHARE: Final = 16
@@ -118,12 +116,22 @@ class Planner:
         make = partial(norm_trace, self.layout, names, formats=formats, scratch_bytes=self.norm_bytes)
         return self.once(("norm", frozenset(names), formats.thawed), make)
 
-    def update_trace(self, names: Collection[str], tiers: Mapping[int, Tier] = MappingProxyType({})) -> Trace:
-        """The trace of the update of these parameters. `tiers`: of chunks that are not updated where the step computes."""
+    def update_trace(self, names: Collection[str]) -> Trace:
+        """The trace of the update of these parameters, where the step computes."""
         formats = self.formats.now
         make = partial(step_trace, self.layout, names, formats=formats, in_plane=True, scratch_bytes=self.update_bytes)
-        key = ("step", frozenset(names), frozenset(tiers.items()), formats.thawed)
-        return self.once(key, lambda: on_tiers(make(), tiers))
+        return self.once(("step", frozenset(names), formats.thawed), make)
+
+    def placed_updates(self, names: Collection[str], start: Residency, *, taken_bytes: int, level_bytes: int) -> Trace:
+        """The trace of the update of these parameters, each chunk of them where that is best."""
+        updates = self.update_trace(names)
+        if not self.weaves and self.choice.tier is None:
+            return updates
+        machine = self.budgets.machine_for(0, taken_bytes=taken_bytes)
+        tiers = choose_tiers(updates, start, machine=machine, peak_bytes=level_bytes, choice=self.choice)
+        self.used_below = frozenset(PlaneRef(chunk, GRAD) for chunk in tiers)
+        key = ("on tiers", id(updates), frozenset(tiers.items()))
+        return self.once(key, partial(on_tiers, updates, tiers), updates) if tiers else updates
 
     # the order of stretches
 
@@ -168,15 +176,6 @@ class Planner:
         """The machine to plan a stretch for that goes through these traces."""
         need = max(worst_moment(trace, start=start).nbytes for trace in traces)
         return self.budgets.machine_for(need, taken_bytes=ask.taken_bytes, kept_bytes=ask.kept_bytes)
-
-    def tiers(self, updates: Trace, start: Residency, *, taken_bytes: int, level_bytes: int) -> Mapping[int, Tier]:
-        """The tiers, by chunk, of the updates of a step that are best not done where the step computes."""
-        if not self.weaves and self.choice.tier is None:
-            return {}
-        machine = self.budgets.machine_for(0, taken_bytes=taken_bytes)
-        tiers = choose_tiers(updates, start, machine=machine, peak_bytes=level_bytes, choice=self.choice)
-        self.used_below = frozenset(PlaneRef(chunk, GRAD) for chunk in tiers)
-        return tiers
 
     def read_where_it_is(self, norm: Trace, nearest: Callable[[tuple[Touch, ...]], tuple[Touch, ...]]) -> Trace:
         """The trace of a norm each of whose moments reads a gradient where that is. `nearest`: gives the touches for that."""

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Final, NamedTuple, NoReturn
+from typing import Final, NoReturn
 
 from patrickstar.core.formats import Formats
 from patrickstar.core.layout import Layout
@@ -51,16 +51,6 @@ class InvariantError(AssertionError):
         return "({}) {}".format(*self.args)
 
 
-class InUse(NamedTuple):
-    """The works under way that use a unit, in the order of their issue. `is_unwanted`: it is free once they are over."""
-
-    by: tuple[Issue, ...] = ()
-    is_unwanted: bool = False
-
-
-_UNUSED: Final = InUse()
-
-
 @dataclass(slots=True)
 class Residency:
     """The place of every unit now.
@@ -72,8 +62,8 @@ class Residency:
             between it and a unit's home.
         stale: by tier, those of `taken` that hold nothing that anybody wants.
         slots_used: by tier, the slots of `taken`; slots_resting: by tier below the one that computes, those of the units whose home it is.
-        under_way: by unit, and by what updates are of, the works that use it, issued and not waited for: at most one transfer, and several
-            updates where they write different parts.
+        under_way: by unit, and by what updates are of, the works that use it, issued and not waited for, in order: at most one transfer, and
+            several updates where they write different parts. unwanted: units that are free once these are over.
     """
 
     compute: Tier
@@ -84,7 +74,8 @@ class Residency:
     newest: dict[PlaneRef, frozenset[Tier]]
     taken: dict[Tier, set[PlaneRef]]
     stale: dict[Tier, set[PlaneRef]]
-    under_way: dict[PlaneRef, InUse] = field(default_factory=dict)
+    under_way: dict[PlaneRef, tuple[Issue, ...]] = field(default_factory=dict)
+    unwanted: set[PlaneRef] = field(default_factory=set)
     slots_used: dict[Tier, int] = field(default_factory=dict)
     slots_resting: dict[Tier, int] = field(default_factory=dict)
 
@@ -124,7 +115,7 @@ class Residency:
             newest=newest,
             taken=taken,
             stale={tier: {ref for ref in refs if is_stale(ref, tier)} for tier, refs in taken.items()},
-            under_way={ref: InUse((Issue.copy(ref, src, dst, slots[ref]),)) for ref, (src, dst) in flights.items()},
+            under_way={ref: (Issue.copy(ref, src, dst, slots[ref]),) for ref, (src, dst) in flights.items()},
             slots_used={tier: sum(slots[ref] for ref in refs) for tier, refs in taken.items()},
             slots_resting=resting,
         )
@@ -140,6 +131,7 @@ class Residency:
             {tier: set(refs) for tier, refs in self.taken.items()},
             {tier: set(refs) for tier, refs in self.stale.items()},
             dict(self.under_way),
+            set(self.unwanted),
             dict(self.slots_used),
             dict(self.slots_resting),
         )
@@ -170,11 +162,11 @@ class Residency:
 
     def used_by(self, ref: PlaneRef) -> tuple[Issue, ...]:
         """The works under way that use a unit."""
-        return self.under_way.get(ref, _UNUSED).by
+        return self.under_way.get(ref, ())
 
     def flight(self, ref: PlaneRef) -> tuple[Tier, Tier] | None:
         """The transfer of a unit that is under way: where from, and where to."""
-        for issue in self.under_way.get(ref, _UNUSED).by:
+        for issue in self.under_way.get(ref, ()):
             if issue.src is not None:
                 return issue.src, issue.work.tier
         return None
@@ -256,7 +248,7 @@ def mark_free(state: Residency, ref: PlaneRef) -> None:
         InvariantError: a transfer of it is in flight (5).
     """
     if state.updates_of(ref):
-        state.under_way[ref] = InUse(state.used_by(ref), is_unwanted=True)
+        state.unwanted.add(ref)
         return
     if state.used_by(ref):
         raise InvariantError(5, f"{ref} is freed while it is on its way")
@@ -351,12 +343,12 @@ def ended_by(state: Residency, wait: Wait) -> list[Issue]:
     Raises:
         InvariantError: it has not been issued, or comes after another work that has not been waited for.
     """
-    for issue in state.under_way.get(wait.work.of, _UNUSED).by:
+    users = state.under_way.get(wait.work.of, ())
+    for issue in users:
         if issue.work == wait.work:
             break
     else:
         _refuse(_number(wait.work), wait, "no such work has been issued")
-    users = state.under_way[wait.work.of].by
     before = before_it(state, issue) if issue.src is None or len(users) > 1 else []
     for earlier in before:
         if earlier.src is None:
@@ -376,7 +368,7 @@ def before_it(state: Residency, issue: Issue) -> list[Issue]:
     """The works under way that write what this one reads."""
     found = list[Issue]()
     for unit, tier, _ in reads(issue, state.home):
-        users = state.under_way.get(unit, _UNUSED).by
+        users = state.under_way.get(unit, ())
         if users and users != (issue,):
             found += [one for one in users if (unit, tier) in [own[:2] for own in writes(one, state.home)]]
     return found
@@ -446,26 +438,25 @@ def _is_apart(state: Residency, place: Place, other: Issue) -> bool:
 
 def want_again(state: Residency, issue: Issue) -> None:
     """Notes that a work under way has failed: what it uses is not free once it is over."""
-    for ref in units_of(issue, state.home):
-        state.under_way[ref] = InUse(state.used_by(ref))
+    state.unwanted.difference_update(units_of(issue, state.home))
 
 
 def _begin(state: Residency, issue: Issue) -> None:
     for ref in units_of(issue, state.home) if issue.src is None else (issue.work.of,):
-        use = state.under_way.get(ref, _UNUSED)
-        state.under_way[ref] = InUse((*use.by, issue), use.is_unwanted)
+        state.under_way[ref] = (*state.under_way.get(ref, ()), issue)
 
 
 def _end(state: Residency, issue: Issue) -> None:
     """Notes that a work is over, or given up; what nobody else wants is free then."""
     for ref in units_of(issue, state.home) if issue.src is None else (issue.work.of,):
-        use = state.under_way[ref]
-        left = tuple([other for other in use.by if other is not issue]) if len(use.by) > 1 else ()
+        users = state.under_way[ref]
+        left = tuple([other for other in users if other is not issue]) if len(users) > 1 else ()
         if left:
-            state.under_way[ref] = InUse(left, use.is_unwanted)
+            state.under_way[ref] = left
         else:
             del state.under_way[ref]
-            if use.is_unwanted:
+            if ref in state.unwanted:
+                state.unwanted.discard(ref)
                 mark_free(state, ref)
 
 

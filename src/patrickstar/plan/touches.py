@@ -25,21 +25,15 @@ from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, WEIGHT, Gra
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
 
 
-@dataclass(slots=True)
-class UseCounts:
-    """Numbers of uses of parameters and tiles since a forward began, by name: in all, and `apart` from autograd's graph."""
-
-    uses: dict[str, int] = field(default_factory=dict)
-    apart: dict[str, int] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True)
 class Touches:
     """Says what the events of forwards and backwards touch.
 
     Attributes:
         gradients: where gradients go. formats: which chunks have a split master.
-        updates: whether the optimizer updates a parameter, by name. counts: of uses, which decide what a gradient does when it arrives.
+        updates: whether the optimizer updates a parameter, by name.
+        uses: numbers of uses of parameters and tiles since a forward began, by name, which decide what a gradient does when it arrives: in all,
+            and `apart` from autograd's graph.
 
     Note [Updates in backward]
         A parameter may be updated as soon as its gradient is complete and its bytes are not needed again in this backward call. A gradient
@@ -54,12 +48,13 @@ class Touches:
     gradients: GradientUse
     updates: Callable[[str], bool]
     formats: SessionFormats
-    counts: UseCounts
+    uses: dict[str, int] = field(default_factory=dict)
+    apart: dict[str, int] = field(default_factory=dict)
 
     def begin_forward(self) -> None:
         """Begins to count uses anew."""
-        self.counts.uses.clear()
-        self.counts.apart.clear()
+        self.uses.clear()
+        self.apart.clear()
 
     def gradient(self, label: str) -> Iterator[tuple[Part, tuple[Touch, ...]]]:
         """The moments of a gradient's arrival: the piece of the gradient that each is about, and what it touches."""
@@ -76,18 +71,18 @@ class Touches:
 
     def comes_whole(self, label: str) -> bool:
         """Tells whether a backward delivers the gradient of a parameter, or of a tile, in one piece."""
-        if self.counts.apart.get(label) and self.counts.uses.get(label) != 1:
+        if self.apart.get(label) and self.uses.get(label) != 1:
             return False
         # A parameter in tiles that is also used as a whole has gradients of both.
         owner, leaves = self.layout.owner(label), self.layout.leaves(label)
-        as_whole = owner != label and self.counts.uses.get(owner)
-        in_tiles = leaves != (label,) and any(map(self.counts.uses.get, leaves))
+        as_whole = owner != label and self.uses.get(owner)
+        in_tiles = leaves != (label,) and any(map(self.uses.get, leaves))
         return not (as_whole or in_tiles)
 
     def adds_up(self, label: str, dtype: str) -> bool:
         """Tells whether parts of a gradient are added up in their own type until the backward ends, since the plane keeps another type."""
         place = self.layout.slices.get(label)
-        is_one = place is not None and not place.tiles and not self.counts.apart
+        is_one = place is not None and not place.tiles and not self.apart
         if self.gradients is GradientUse.NONE or is_one or self.comes_whole(label):
             return False
         kept = self.formats.now.of(PlaneRef(self.layout.parts(label)[0].chunk, GRAD), self.layout)

@@ -205,9 +205,7 @@ def build_step(
         executor=executor,
         planner=planner,
         budgets=budgets,
-        known=KnownForwards(
-            fitting, budgets, late_planes, room, binding.taken_bytes, whole, keeps_inputs=precision.travel.in_parts
-        ),
+        known=KnownForwards(fitting, late_planes, room, whole, keeps_inputs=precision.travel.in_parts),
         blocks=Blocks(model, binding, events.order),
         whole=whole,
         late_planes=late_planes,

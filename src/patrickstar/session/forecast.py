@@ -192,7 +192,7 @@ def _forecast(
     def traces_of(step: Trace) -> tuple[Trace, ...]:
         waiting = kept_gradients(step, layout)
         norm = [planner.norm_trace(waiting)] if takes_norm else []
-        return (step, *norm, *([planner.update_trace(waiting, {})] if waiting or not in_backward else []))
+        return (step, *norm, *([planner.update_trace(waiting)] if waiting or not in_backward else []))
 
     traces = traces_of(step)
     whole = layout.whole if isinstance(layout, ShardLayout) else layout

@@ -144,10 +144,8 @@ class PaperRun:
                 self._carry_out(self._plan(StretchKind.UPDATE, self.planner.update_trace(self.trained)), step)
             let_gradients_go(self.state, keeps=False)
             return
-        tiers = self.planner.tiers(
-            self.planner.update_trace(self.trained), self.state, taken_bytes=0, level_bytes=self._level_bytes
-        )
-        update = self.planner.update_trace(self.trained, tiers)
+        level = self._level_bytes
+        update = self.planner.placed_updates(self.trained, self.state, taken_bytes=0, level_bytes=level)
         if self.planner.weaves:
             self._pending = update
         else:

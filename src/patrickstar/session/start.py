@@ -33,7 +33,7 @@ from patrickstar.plan.placement import place, place_gradients, place_on_all_tier
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.planner import Planner
 from patrickstar.plan.residency import Residency, bytes_of_slot, slots_of
-from patrickstar.plan.touches import Touches, UseCounts, kept_gradients, norm_trace, step_trace
+from patrickstar.plan.touches import Touches, kept_gradients, norm_trace, step_trace
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.step.budgets import Budgets, find_budgets
 from patrickstar.step.overflow import overflow_bytes
@@ -121,7 +121,7 @@ class Setup:
 
     def touches(self, updates: Callable[[str], bool]) -> Touches:
         """The units that events touch, with counts of uses that begin at none. `updates`: tells which parameters the optimizer has."""
-        return Touches(self.layout, gradients=self.gradients, updates=updates, formats=self.formats, counts=UseCounts())
+        return Touches(self.layout, gradients=self.gradients, updates=updates, formats=self.formats)
 
     def tracer(self, updates: Callable[[str], bool]) -> OfflineTracer:
         """The tracer of forwards that have not been run."""

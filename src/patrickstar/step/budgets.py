@@ -11,7 +11,7 @@ from patrickstar.config.arguments import MemoryOptions
 from patrickstar.core.fixed_costs import FixedCosts, WorkspaceCosts
 from patrickstar.core.machine import Machine, Tier
 from patrickstar.core.planes import EXP_AVG
-from patrickstar.core.trace import Trace
+from patrickstar.core.trace import Moment, Trace
 from patrickstar.errors import ConfigError, DeviceError
 from patrickstar.memory.allocator import Allocator
 from patrickstar.memory.disk import DISK_SHARE, free_bytes
@@ -180,16 +180,13 @@ def with_retention(trace: Trace, budgets: Budgets) -> Trace:
     if retains == 1 and not fixed and not scratch:
         return trace
 
-    def seen(nbytes: int) -> int:
-        return int(nbytes * retains) + fixed
-
-    moments = []
-    for moment in trace.moments:
-        nonmodel = moment.nonmodel_bytes
+    def seen(moment: Moment) -> Moment:
+        nonmodel, live = moment.nonmodel_bytes, moment.live_bytes
         if scratch and any(touch.ref.plane == EXP_AVG and touch.tier is None for touch in moment.touches):
-            nonmodel = max(nonmodel, moment.live_bytes + scratch)
-        moments.append(replace(moment, nonmodel_bytes=seen(nonmodel), live_bytes=seen(moment.live_bytes)))
-    return Trace(tuple(moments))
+            nonmodel = max(nonmodel, live + scratch)
+        return replace(moment, nonmodel_bytes=int(nonmodel * retains) + fixed, live_bytes=int(live * retains) + fixed)
+
+    return Trace(tuple(map(seen, trace.moments)))
 
 
 def leaves_room(simulated: Simulation, trace: Trace, budgets: Budgets, found: Allocator) -> bool:

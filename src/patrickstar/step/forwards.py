@@ -45,7 +45,8 @@ class FittingBlocks:
     Attributes:
         named: the parameters of the model. places: its outermost blocks that may be bound.
         start: gives where units are before a forward with this trace.
-        taken_bytes: what of the compute tier's budget the user has taken. traced: where all are forecasts of one forward, what it does, by blocks.
+        taken_bytes: what of the compute tier's budget the user has taken (gradients assigned as `p.grad`, views of those in chunks).
+        traced: where all are forecasts of one forward, what it does, by blocks.
     """
 
     model: nn.Module
@@ -127,16 +128,13 @@ class KnownForwards:
 
     Attributes:
         fitting: makes the forecast of a new kind. late_planes: has room for gradients that must wait. room: whose level rises with what a kind takes.
-        taken_bytes: what of the compute tier's budget the user has taken (gradients assigned as `p.grad`, views of those in chunks).
         whole: the parameters as long as they keep their bytes.
         inputs: of the last forward that was trained, where they are kept: for a forecast of it on other ranks.
     """
 
     fitting: FittingBlocks
-    budgets: Budgets
     late_planes: LatePlanes
     room: Room
-    taken_bytes: Callable[[], int]
     whole: Whole
     keeps_inputs: bool = False
     inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = field(default=None, init=False)
@@ -193,15 +191,17 @@ class KnownForwards:
         known.by_chance, known.by_use = foreseen.by_chance, foreseen.by_use
         start = self.late_planes.with_room_for(known.trace)
         need = worst_moment(known.trace, start=start, trained=torch.is_grad_enabled())
-        expect_room(need, self.budgets.machine_for(need.nbytes, taken_bytes=self.taken_bytes()))
+        expect_room(need, self.fitting.budgets.machine_for(need.nbytes, taken_bytes=self.fitting.taken_bytes()))
 
     def _unseen(self) -> tuple[str, ...]:
         return self.fitting.unseen(self.reserve_bytes()) if self.whole.why else ()
 
     def reserve_bytes(self) -> int:
         """Bytes that are left to a forward of which nothing is known: what any has taken, or a share of the budget where none is known."""
-        is_unknown = self.room.level_bytes <= self.budgets.passes.update
-        unknown = (self.budgets.room_bytes() - self.taken_bytes()) // _UNKNOWN_SHARE if is_unknown else 0
+        is_unknown = self.room.level_bytes <= self.fitting.budgets.passes.update
+        unknown = (
+            (self.fitting.budgets.room_bytes() - self.fitting.taken_bytes()) // _UNKNOWN_SHARE if is_unknown else 0
+        )
         return max(self.room.level_bytes, unknown)
 
     def _reserve(self, known: KnownForward) -> None:
@@ -212,7 +212,7 @@ class KnownForwards:
 
     def learn(self, known: KnownForward, stretch: Stretch, recorded: Trace, *, state: Residency) -> None:
         """Learns from a step that was recorded, where it has come to its end."""
-        recorded = with_retention(recorded, self.budgets)
+        recorded = with_retention(recorded, self.fitting.budgets)
         whole = stretch.kind is StretchKind.EVALUATION or any(one.phase is Phase.BACKWARD for one in recorded.moments)
         if not recorded.moments or not whole:
             known.expected.measure_next = False
@@ -229,9 +229,9 @@ class KnownForwards:
 
     def _as_it_ran(self, recorded: Trace, state: Residency, *, is_first: bool) -> Trace:
         """The trace of a step that has run, for plans of later ones, none of which is to be refused for what this one took beside chunks."""
-        budget = self.budgets.room_bytes(kept_bytes=0) - self.taken_bytes()
+        budget = self.fitting.budgets.room_bytes(kept_bytes=0) - self.fitting.taken_bytes()
         need = worst_moment(recorded, start=state, trained=True)
-        if self.budgets.stream_device is not None or need.nbytes <= budget:
+        if self.fitting.budgets.stream_device is not None or need.nbytes <= budget:
             return recorded
         if is_first:
             needed, has, moment = format_bytes(need.nbytes), format_bytes(budget), need.moment

@@ -26,7 +26,7 @@ from patrickstar.plan.stretch import StretchKind
 from patrickstar.plan.touches import update_touches
 from patrickstar.step.executor import Executor
 from patrickstar.step.gradients import Gradients
-from patrickstar.step.pending_step import Doer, PendingStep
+from patrickstar.step.pending_step import Alike, Doer, PendingStep
 from patrickstar.step.precision import torch_type
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.whole import Whole
@@ -37,9 +37,6 @@ _Planes = tuple[Tensor, Tensor | None, Tensor, Tensor]
 
 _Piece = tuple[slice, Tensor, Tensor, Tensor]
 """Elements of a parameter in one chunk: which, and where they and their averages lie, as 1-D tensors."""
-
-_Alike = tuple[int, Hyper, tuple[Tensor, ...]]
-"""The number of an update, its hyper-parameters, and what the gradient is multiplied with first."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -77,16 +74,11 @@ class OptimizerStep(Doer):
         """A step of these parameters, as things stand now, which counts as one of each from here on."""
         for name in names:
             self.steps[name] = self.steps.get(name, 0) + 1
-        trace = self.planner.update_trace(names)
-        taken, level = self.binding.taken_bytes(), self.executor.room.level_bytes
-        tiers = self.planner.tiers(trace, self.executor.store.state, taken_bytes=taken, level_bytes=level)
-        return PendingStep(
-            self,
-            {name: hypers[name] for name in names},
-            {name: self.steps[name] for name in names},
-            self.planner.update_trace(names, tiers) if tiers else trace,
-            {name: self.in_chunks.factors[name] for name in names if name in self.in_chunks.factors},
-        )
+        taken, level, factors = self.binding.taken_bytes(), self.executor.room.level_bytes, self.in_chunks.factors
+        state = self.executor.store.state
+        trace = self.planner.placed_updates(names, state, taken_bytes=taken, level_bytes=level)
+        alike = {name: (self.steps[name], hypers[name], factors.get(name, ())) for name in names}
+        return PendingStep(self, alike, trace)
 
     def carry_out(self, order: PendingStep) -> None:
         self.stretches.begin_update(order)
@@ -101,7 +93,7 @@ class OptimizerStep(Doer):
         self.is_half_done |= order.failed is not None
         self.seconds = order.seconds
         if not order.is_woven:
-            self.binding.changes.stepped(order.hypers)
+            self.binding.changes.stepped(order.alike)
 
     def work(self, order: PendingStep, chunk: int, tier: Tier) -> Task:
         """The work of a chunk's update, from its accumulated gradient: each parameter once, whoever asks for it how often.
@@ -244,21 +236,21 @@ class OptimizerStep(Doer):
         averages = units[PlaneRef(chunk, EXP_AVG)], units[PlaneRef(chunk, EXP_AVG_SQ)]
         return weight, units.get(PlaneRef(chunk, REST)), *averages
 
-    def _update(self, planes: _Planes, span: slice, gradient: Tensor, alike: _Alike) -> None:
+    def _update(self, planes: _Planes, span: slice, gradient: Tensor, alike: Alike) -> None:
         (weight, rest, exp_avg, exp_avg_sq), (step, hyper, factors) = planes, alike
         own = weight[span], None if rest is None else rest[span], gradient, exp_avg[span], exp_avg_sq[span]
         self.passes[weight.device.type].update(*own, step=step, hyper=hyper, factors=factors)
 
-    def _ranges(self, chunk: int, order: PendingStep) -> list[tuple[slice, _Alike]]:
+    def _ranges(self, chunk: int, order: PendingStep) -> list[tuple[slice, Alike]]:
         """Adjacent elements of a chunk that are updated alike."""
-        ranges, following = list[tuple[slice, _Alike]](), tuple[object, ...]()
+        ranges, following = list[tuple[slice, Alike]](), tuple[object, ...]()
         for piece in order.pieces(self.layout, chunk):
             start, stop = piece.start, piece.stop + -piece.stop % ALIGNMENT
-            step, hyper, factors = order.steps[piece.name], order.hypers[piece.name], order.factors.get(piece.name, ())
+            step, hyper, factors = alike = order.alike[piece.name]
             key = step, hyper, *map(id, factors)
             if (start, *key) == following:
                 start = ranges.pop()[0].start
-            ranges.append((slice(start, stop), (step, hyper, factors)))
+            ranges.append((slice(start, stop), alike))
             following = stop, *key
         return ranges
 

@@ -6,7 +6,7 @@ Note [Pending step]
     which that needs them; in a stretch of their own where somebody wants to see the model before, or where that forward has no plan. Each is done
     once and whole: what has begun ends on its lane, whatever happens to the caller, and what has not begun is still here.
 
-    With `step="in_backward"` a step begins with the first gradient of a backward. It takes gradients chunk by chunk (`plan/whole_chunks.py`); the
+    With `step="in_backward"` a step begins with the first gradient of a backward. It takes gradients chunk by chunk (`plan/weave.py`); the
     update of a chunk is pending once its last gradient has come. Where one does not come, or the backward leaves its trace, the step is closed: what
     has come by then is updated, parameter by parameter where a chunk has not all of them.
 """
@@ -14,7 +14,7 @@ Note [Pending step]
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
@@ -28,6 +28,9 @@ from patrickstar.core.trace import Moment, Touch, Trace
 from patrickstar.memory.lanes import Task
 from patrickstar.optim.hyper import Hyper
 from patrickstar.plan.weave import needs_before
+
+Alike = tuple[int, Hyper, tuple[Tensor, ...]]
+"""The number of an update, from 1, its hyper-parameters, and what the gradient is multiplied with first, in order (0-dim fp32)."""
 
 
 class Doer(Protocol):
@@ -49,10 +52,7 @@ class PendingStep:
 
     Attributes:
         doer: does its updates.
-        hypers: the hyper-parameters of each parameter that is updated, by name.
-        steps: the number of this update for each of them, from 1.
-        trace: a moment for each chunk that is updated.
-        factors: what their gradients are multiplied with first, in order (0-dim fp32), by name.
+        alike: of each parameter that is updated, by name. trace: a moment for each chunk that is updated.
         frees: gradients in chunks that nobody wants once they have been used.
         arrivals: by chunk that takes gradients, how many moments are still to bring a part of them.
         waiting: by chunk, the moments of the updates that have not begun. under_way: chunks whose update has begun and not ended.
@@ -60,10 +60,8 @@ class PendingStep:
     """
 
     doer: Doer
-    hypers: dict[str, Hyper]
-    steps: dict[str, int]
+    alike: dict[str, Alike]
     trace: Trace
-    factors: Mapping[str, tuple[Tensor, ...]] = field(default_factory=dict)
     frees: set[PlaneRef] = field(default_factory=set)
     arrivals: dict[int, int] = field(default_factory=dict)
 
@@ -109,7 +107,7 @@ class PendingStep:
     def pieces(self, layout: Layout, chunk: int) -> list[Piece]:
         """The pieces of a chunk that its update is about."""
         came = self._came.get(chunk)
-        pieces = [piece for piece in layout.tensors_in(chunk) if piece.name in self.hypers]
+        pieces = [piece for piece in layout.tensors_in(chunk) if piece.name in self.alike]
         return pieces if came is None else [piece for piece in pieces if piece.start in came]
 
     def due(self, touches: Iterable[Touch]) -> list[Moment]:

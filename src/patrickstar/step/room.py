@@ -188,13 +188,10 @@ class Room:
     def stop_meter(self) -> None:
         """Switches the meter off."""
         self.pause_meter()
-        meter, self._started = self._started, None
-        if meter is None:
-            LiveBytes.leave_retired()
-            return
+        self._started = None
         if self._abandoned is not None:
             self._abandoned.detach()
-        meter.retire()
+        LiveBytes.leave_retired()
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

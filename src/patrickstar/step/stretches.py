@@ -252,7 +252,7 @@ class Stretches:
                 trace=trace,
                 start=self.executor.store.state,
                 level_bytes=self.executor.room.level_bytes,
-                taken_bytes=self.known.taken_bytes(),
+                taken_bytes=self.known.fitting.taken_bytes(),
                 forwards=max(self._forwards, self._forwards_a_step),
                 is_last=is_last,
                 **expected,
@@ -262,7 +262,7 @@ class Stretches:
     def forget_plans(self, why: str) -> None:
         """Forgets all plans: units have come or have other sizes. The rest of the stretch is decided on the spot, later ones are planned anew."""
         self.planner.forget()
-        self.whole.known_sizes.clear()
+        self.whole.known_sizes.cache_clear()
         if not self.executor.pilot.stretch.complete:
             self.executor.pilot.stretch.depart(why)
 
@@ -284,7 +284,7 @@ class Stretches:
                 known.learn(stretch, None)
         self.executor.room.stop_meter()
         if stretch.kind is not StretchKind.OUTSIDE:
-            budget_bytes = self.budgets.room_bytes(kept_bytes=0) - self.known.taken_bytes()
+            budget_bytes = self.budgets.room_bytes(kept_bytes=0) - self.known.fitting.taken_bytes()
             self.executor.room.end(stretch, known, budget_bytes=budget_bytes)
             self.counts = self.counts.ended(stretch, "" if known is None else known.explain(stretch))
         self.executor.pilot.begin(Stretch(StretchKind.OUTSIDE))

@@ -52,7 +52,7 @@ class InBackwardTraining(Training):
     _stretch: Stretch | None = None  # whose chunks are gathered
 
     def __post_init__(self) -> None:
-        self._order = PendingStep(self.updates, {}, {}, Trace(()))  # which takes no gradient
+        self._order = PendingStep(self.updates, {}, Trace(()))  # which takes no gradient
         self.binding.gradients.comes = partial(InBackwardTraining._arrives, weakref.proxy(self))
 
     def gradient(self, name: str, gradient: Tensor) -> None:
@@ -155,11 +155,11 @@ class InBackwardTraining(Training):
             return
         self._stretch, whole = stretch, stretch.followed.whole_chunks if stretch.followed is not None else None
         if whole is None:
-            self._order = PendingStep(self.updates, {}, {}, Trace(()))
+            self._order = PendingStep(self.updates, {}, Trace(()))
             return
         updates = Trace(tuple(moment for moment in whole.trace.moments if moment.updates is not None))
         frees, arrivals = set(whole.slots), dict(whole.arrivals)
-        self._order = PendingStep(self.updates, {}, {}, updates, frees=frees, arrivals=arrivals, is_woven=True)
+        self._order = PendingStep(self.updates, {}, updates, frees=frees, arrivals=arrivals, is_woven=True)
         self.executor.pending = self._order
 
     def _gather(self, bound: BoundParameter, part: Part, gradient: Tensor, hyper: Hyper) -> bool:
@@ -174,7 +174,7 @@ class InBackwardTraining(Training):
         touches = (Touch(PlaneRef(part.chunk, GRAD), True),)
         (unit,) = self.executor.use(Phase.BACKWARD, bound.name, touches)
         unit[part.start : part.stop].copy_(gradient)
-        order.hypers[bound.owner], order.steps[bound.owner] = hyper, self.updates.steps[bound.owner]
+        order.alike[bound.owner] = self.updates.steps[bound.owner], hyper, ()
         update = order.take(part)
         if update is not None:
             # Again, where the plan was left with this arrival: what had come before is updated.

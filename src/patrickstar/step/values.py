@@ -88,17 +88,11 @@ class Weights:
                 if kept.dtype is torch.float32:
                     kept[block].copy_(master)
                     continue
-                halves = (kept, rest)
-                upper, left = (
-                    half[block]
-                    if half is not None and half.is_cpu
-                    else torch.empty(master.shape, dtype=dtype, device="cpu")
-                    for half, dtype in zip(halves, (kept.dtype, rest_type(kept.dtype)), strict=True)
-                )
+                upper, left = (torch.empty_like(master, dtype=dtype) for dtype in (kept.dtype, rest_type(kept.dtype)))
                 split(master, upper, left)
-                for half, made in zip(halves, (upper, left), strict=True):
-                    if half is not None and not half.is_cpu:
-                        half[block].copy_(made)
+                kept[block].copy_(upper)
+                if rest is not None:
+                    rest[block].copy_(left)
 
     def _kept(self, name: str, part: Part, plane: str, *, writes: bool) -> tuple[Tensor, Tensor | None]:
         """A piece of a plane, and of the rest plane where that is of split masters."""

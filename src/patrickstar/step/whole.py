@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 
@@ -30,7 +31,7 @@ class Whole:
         sizes: gives the bytes of all model states with these gradients, which are no units and in no trace, and those of the gradients alone.
         why: why parameters are bound by use; empty as long as they are not.
         leaving: is called before they may be, left: where they are from now on.
-        kept: the parameters whose gradients wait in the step under way. known_sizes: as long as there are no others.
+        kept: the parameters whose gradients wait in the step under way. known_sizes: `sizes`, as long as there are no others.
     """
 
     binding: Binding
@@ -43,28 +44,22 @@ class Whole:
     leaving: Callable[[], None] = lambda: None
     left: Callable[[], None] = lambda: None
     kept: frozenset[str] = field(init=False)
-    known_sizes: dict[frozenset[str], tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.kept = self.kept_in(Trace(()))
-
-    @property
-    def _sizes(self) -> tuple[int, int]:
-        if self.kept not in self.known_sizes:
-            self.known_sizes[self.kept] = self.sizes(self.kept)
-        return self.known_sizes[self.kept]
+        self.known_sizes = cache(self.sizes)
 
     @property
     def needed_bytes(self) -> int:
         """The budget of the compute tier with which parameters would keep their bytes, beside the largest forward so far."""
-        return self._sizes[0] + self.executor.room.level_bytes + self.budgets.spare_bytes
+        return self.known_sizes(self.kept)[0] + self.executor.room.level_bytes + self.budgets.spare_bytes
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes that gradients, and what is kept beside weights of 16 bits, take beside the units and what traces have."""
         state = self.executor.store.state
         kept = (state.unit_bytes(ref) for ref in state.home if ref.plane == GRAD and not state.is_free(ref))
-        return max(0, self._sizes[1] - sum(kept))
+        return max(0, self.known_sizes(self.kept)[1] - sum(kept))
 
     def stays(self, expected: KnownForward, reserve_bytes: Callable[[], int]) -> bool:
         """Tells whether parameters keep their bytes in a forward that is about to begin. Where it takes too much beside them they are let go.
@@ -81,7 +76,7 @@ class Whole:
             self._leave(expected.by_use, needed=0, room=0)
         if self.why or not self.budgets.bind:
             return not self.why
-        beside, states, room = reserve_bytes(), self._sizes[0], self.budgets.room_bytes()
+        beside, states, room = reserve_bytes(), self.known_sizes(self.kept)[0], self.budgets.room_bytes()
         if expected.trace is not None:
             beside = expected.trace.peak + expected.excess_beyond(self.budgets.machine.costs.set_aside_bytes)
         is_short = self.executor.room.is_short

@@ -211,7 +211,7 @@ class OfflineTracer:
             return "a forward changes weights in place that compute in another type than they are kept in"
         is_narrow = bool(self.copied) or any(dtype is not torch.float32 for dtype in self.dtypes.values())
         touches = owner.touches
-        in_parts = with_backward and not all(map(touches.comes_whole, touches.counts.uses))
+        in_parts = with_backward and not all(map(touches.comes_whole, touches.uses))
         adds_up = touches.gradients is GradientUse.CHUNK and is_narrow and in_parts
         return "gradients of 16 bits come in parts (re-entrant checkpointing)" if adds_up else ""
 
