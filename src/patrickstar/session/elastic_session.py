@@ -67,7 +67,7 @@ class ElasticSession:
         else:
             self.optimizer.target = OptimizerTarget(parts, self.optimizer.original)
             if isinstance(self.scaler, LossScaler):
-                self.scaler.use(parts.training)
+                self.scaler.training = parts.training
         self.expect_close()
 
     def expect_close(self) -> None:

@@ -207,10 +207,11 @@ class Session(ElasticSession):
         return Saving(self._parts, groups, self.scaler)
 
     def _training(self) -> Training:
-        self._parts.expect_open()
+        parts = self._parts
+        parts.expect_open()
         if self.optimizer is None:
             raise StateError("this session manages weights only: pass an optimizer to manage()")
-        return self._parts.training
+        return parts.training
 
     # the end
 

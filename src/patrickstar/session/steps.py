@@ -106,11 +106,10 @@ class StepsToDo:
             self._batches = self._load_batches(self._draws.of_rank(self.step, rank, size))
         self._current = StepParts(
             self.step,
-            self._draws.parts(self.step),
+            self._draws,
             of=parts,
             rank=rank,
             size=size,
-            seed_of=self._draws.seed_of,
             batches=self._batches,
             is_told=lambda: self._told_s < math.inf,
             is_first=is_first,
