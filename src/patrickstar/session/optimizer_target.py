@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from patrickstar.step.assembling import count_of
 from patrickstar.units import format_bytes
 
 FIELDS: Final = (STEP, EXP_AVG, EXP_AVG_SQ)
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ class StateMapping(MutableMapping[Tensor, Any]):
         self._parts.expect_open()
         return ParameterState(of=self, name=self._name(parameter))
 
-    def get(self, parameter: Tensor, default: _T = None) -> ParameterState | _T:  # type: ignore[assignment]
+    def get(self, parameter: Tensor, default: Any = None) -> Any:
         """The parameter's state, if it has one."""
         return self[parameter] if parameter in self else default  # noqa: SIM401  (this is `get`)
 
@@ -115,9 +114,7 @@ class StateMapping(MutableMapping[Tensor, Any]):
     def __iter__(self) -> Iterator[Tensor]:
         self._parts.expect_open()
         groups = self._optimizer.param_groups
-        seen = dict.fromkeys(id(each) for group in groups for each in group["params"] if each in self)
-        named = {id(bound.parameter): bound.parameter for bound in self._parts.binding}
-        return iter([named[key] for key in seen])
+        return iter({id(each): each for group in groups for each in group["params"] if each in self}.values())
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
