@@ -21,7 +21,7 @@ ELASTIC: tuple[Mutant, ...] = (
     Fault("all parts draw the same", "session.sample_order:Draws.seed_of").by(
         replace("keyed_seed(...)", "self.seed"), ONE
     ),
-    Fault("an epoch begins with the samples of the last", "session.sample_order:SampleOrder._from").by(
+    Fault("an epoch begins with the samples of the last", "session.sample_order:SampleOrder.indices").by(
         replace("keyed_seed(...)", "self.seed"),
         "tests/elastic/test_sample_order.py::test_each_sample_is_seen_once_an_epoch",
     ),

@@ -12,7 +12,7 @@ from patrickstar.core.machine import Tier
 from patrickstar.hooks import watch_root
 from patrickstar.optim.choose import choose_kernels
 from patrickstar.session.adopt import take_over
-from patrickstar.session.build import build_memory, build_step
+from patrickstar.session.build import Ground, build_memory, build_step
 from patrickstar.session.parts import Parts
 from patrickstar.session.start import Setup, set_up
 from patrickstar.step.budgets import find_resources
@@ -49,7 +49,8 @@ def test_what_takes_steps_is_built_over_a_memory_that_is_there(machine: str, tmp
     setup = ground(model, machine, tmp_path)
     build_memory(setup).close()
     store = build_memory(setup)
-    parts = build_step(model, dict(model.named_parameters()), optimizer, setup, store)
+    named = dict(model.named_parameters())
+    parts = build_step(Ground(model=model, named=named, optimizer=optimizer, setup=setup), setup, store)
     assert parts.executor.store is store
     assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
     assert not any(module._forward_pre_hooks for module in model.modules())

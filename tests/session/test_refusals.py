@@ -245,7 +245,7 @@ def test_the_optimizer_of_a_session_is_not_taken_for_another_one() -> None:
         refused(ConfigError, "ManagedOptimizer", other, session.optimizer)
 
 
-LATE = [*(f"manage.{name}" for name in ("fit_buffers", "Session")), "session.ManagedOptimizer"]
+LATE = [f"manage.{name}" for name in ("fit_buffers", "Session", "ManagedOptimizer")]
 
 
 @pytest.mark.parametrize("late", ["step.values.Weights.write_average", *(f"session.{name}" for name in LATE)])

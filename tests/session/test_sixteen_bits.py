@@ -124,7 +124,7 @@ def test_what_sets_every_element_sets_those_that_are_shown_as_they_become_too() 
     model = mlp()
     with manage(model, "fp16", given={"accumulate": 2}) as session:
         model(batch()).float().sum().backward()
-        session.scaler._training.multiply(torch.tensor(2.0**-40))
+        session.scaler.training.multiply(torch.tensor(2.0**-40))
         weight = model[0].weight
         assert weight.grad is not None
         assert dict(session.gradients())["0.weight"].any()

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from patrickstar.comm.ranks import Ranks
 from patrickstar.config.kinds import refuse
 from patrickstar.core.resharding import Member, order_of_least_movement
-from patrickstar.errors import ConfigError
+from patrickstar.errors import ConfigError, RankError, RankLost
 
 SIZES: Final = "PATRICKSTAR_ELASTIC"  # the fewest and the most ranks of a job, as `1:4`
 PRESENT: Final = "PATRICKSTAR_SIZE"  # how many ranks a job begins with; the fewest by default
@@ -102,6 +102,11 @@ class ElasticJob:
     def rank(self) -> int:
         """The place of this process among the ranks; -1 where it is none of them."""
         return self.now.members.index(self.member) if self.member in self.now.members else -1
+
+    @property
+    def loss(self) -> type[RankError]:
+        """The error about ranks that are lost: one that the job survives, where it is supervised."""
+        return RankError if self.directory is None else RankLost
 
     def ranks(self, generation: Generation) -> Ranks:
         """The ranks of a generation, on a prefix of the store that nobody has used."""

@@ -27,7 +27,7 @@ def take_over(parts: Parts, source: Loading | None, optimizer: torch.optim.Optim
     Args:
         source: asked first for the value of a parameter. optimizer: the user's, of which nothing is left but its groups.
     """
-    named, binding, weights, gradients = parts.named, parts.binding, parts.weights, parts.gradients
+    named, binding, weights, gradients = parts.named, parts.binding, parts.weights, parts.training.in_chunks
     given = source.names if source is not None else ()
     keep = source is not None and source.keep
     dtypes = {name: parameter.dtype for name, parameter in named.items()}

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from patrickstar.parameters.bound import names_by_id
 from patrickstar.step.precision import Precision, lies_in
 
 Kind = tuple[torch.dtype, torch.device]
@@ -62,13 +61,9 @@ def restore_buffers(model: nn.Module, before: Mapping[str, Kind]) -> None:
 
 def put_on_meta(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
     """Puts parameters without bytes in the place of the model's; tied ones stay tied. (A tensor cannot go to meta in place.)"""
-    made: dict[int, nn.Parameter] = {}
-    names = names_by_id(dict(model.named_parameters()))
+    bare = {
+        id(each): nn.Parameter(torch.empty(each.shape, dtype=dtypes[name], device="meta"), each.requires_grad)
+        for name, each in model.named_parameters()
+    }
     for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if parameter is None or id(parameter) not in names:
-                continue
-            if id(parameter) not in made:
-                bare = torch.empty(parameter.shape, dtype=dtypes[names[id(parameter)]], device="meta")
-                made[id(parameter)] = nn.Parameter(bare, parameter.requires_grad)
-            module._parameters[key] = made[id(parameter)]
+        module._parameters.update({key: bare[id(each)] for key, each in module._parameters.items() if id(each) in bare})

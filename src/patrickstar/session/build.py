@@ -1,14 +1,15 @@
-"""The memory of a session, and the parts that take steps over it: traces, plans, uses, gradients, updates. The model stays as it is.
+"""The ground of a session, its memory, and the parts that take steps over that: traces, plans, uses, gradients, updates. The model stays as it is.
 
 The memory has homes for every unit, slots on each tier, and the lanes between tiers. It can be built alone, and closed alone.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from patrickstar.core.ledger import Ledger
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GradientUse, PlaneRef
 from patrickstar.core.shard_layout import ShardLayout
+from patrickstar.hooks import watch_root
 from patrickstar.memory.arena import Arena
 from patrickstar.memory.disk import DiskPool
 from patrickstar.memory.space import DeviceSpace, HostSpace, PinnedSpace, Space
@@ -27,8 +29,10 @@ from patrickstar.memory.unit_bytes import UnitBytes
 from patrickstar.memory.works_under_way import MakeLane, WorksUnderWay, lanes_of
 from patrickstar.optim.hyper import Hyper
 from patrickstar.optim.user_optimizer import read_groups
+from patrickstar.parallel.group import MeshGroup
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.blocks import Blocks
+from patrickstar.parameters.bound import placeholder
 from patrickstar.parameters.changes import EscapedMemory
 from patrickstar.parameters.exchange import BackwardSums
 from patrickstar.parameters.registered import Registered
@@ -37,7 +41,7 @@ from patrickstar.plan.pilot import Pilot
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.mesh_tensors import MeshTensors
-from patrickstar.session.parts import Parts
+from patrickstar.session.parts import Parts, StepBytes
 from patrickstar.session.start import Setup, resting_state
 from patrickstar.step.assembling import Assembling
 from patrickstar.step.device_room import DeviceRoom
@@ -57,7 +61,85 @@ from patrickstar.step.training_in_backward import InBackwardTraining
 from patrickstar.step.values import Weights
 from patrickstar.step.weight_masters import Masters
 from patrickstar.step.whole import Whole
+from patrickstar.torch_private import Plain
 from patrickstar.units import format_bytes, parse_rate
+
+MakeMesh = Callable[[Weights], MeshTensors]
+"""Makes the whole tensors of a model in blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """All that stays as it is while a session's parts are built, for an elastic job again and again as its ranks come and go.
+
+    Attributes:
+        optimizer: whose groups say what is updated; None: weights alone are managed. setup: of an elastic job that of one process, which has all.
+        make_lane: lanes in place of those that the options ask for. choice: when chunks are updated.
+        groups: those that the model works together with, by mesh dimension. dtypes, strides: of parameters, before they were managed.
+    """
+
+    model: nn.Module
+    named: Mapping[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer | None
+    setup: Setup
+    make_lane: MakeLane | None = None
+    choice: UpdateChoice = UpdateChoice()  # noqa: RUF009  (frozen)
+    groups: Mapping[str, MeshGroup] = field(default_factory=dict)
+    dtypes: Mapping[str, torch.dtype] = field(init=False)
+    strides: Mapping[str, Sequence[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtypes", {name: parameter.dtype for name, parameter in self.named.items()})
+        object.__setattr__(self, "strides", {name: parameter.stride() for name, parameter in self.named.items()})
+
+    @property
+    def facts(self) -> str:
+        """The model and the optimizer, as far as all ranks must have them alike."""
+        groups = [] if self.optimizer is None else [len(group["params"]) for group in self.optimizer.param_groups]
+        shapes = sorted((name, tuple(parameter.shape)) for name, parameter in self.named.items())
+        digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
+        kind = type(self.optimizer).__name__
+        return f"{len(shapes)} parameters ({digest}) in chunks of {self.setup.layout.chunk_numel}, {kind} over groups of {groups}"
+
+    def parts(
+        self, collectives: Collectives | None, meet: Callable[[Setup], MakeMesh | None] = lambda _: None
+    ) -> Parts:
+        """Parts without contents, for one process or for one rank of several. Nothing is done to the model. BudgetError, DeviceError: as `manage`.
+
+        `meet`: called once there is memory, before anything stands on it; makes the whole tensors of a model in blocks.
+        """
+        setup = self.setup
+        if setup.ranks is None:
+            setup = setup.over(None if collectives is None else collectives.ranks)
+        store = build_memory(setup, make_lane=self.make_lane)
+        try:
+            return build_step(self, setup, store, collectives=collectives, make_mesh=meet(setup))
+        except BaseException:
+            store.close()
+            raise
+
+    def lay_bare(self) -> None:
+        """Leaves parameters without bytes: what stands for them cannot be read."""
+        with Plain():
+            for parameter in self.named.values():
+                parameter.data = placeholder(parameter.dtype, parameter.device).expand(parameter.shape)
+                parameter.grad = None
+
+
+def watch(parts: Parts) -> ExitStack:
+    """Hooks that tell parts of calls of the model, and of what its groups send; closing it removes them."""
+    with watch_root(parts.model, parts.events) as hooks:
+        blocks = parts.stretches.blocks
+        hooks.callback(blocks.remove)
+        if not parts.whole.why:
+            parts.whole.left = blocks.watch
+        else:
+            blocks.watch()
+        if (everyone := parts.everyone) is not None:
+            for group in parts.sent.groups.values():
+                group.looks.append(everyone.look)
+                hooks.callback(group.looks.remove, everyone.look)
+        return hooks.pop_all()
 
 
 def build_memory(setup: Setup, *, make_lane: MakeLane | None = None) -> ChunkStore:
@@ -108,24 +190,18 @@ def _arenas(setup: Setup, state: Residency) -> dict[Tier, Arena]:
 
 
 def build_step(
-    model: nn.Module,
-    named: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer | None,
+    ground: Ground,
     setup: Setup,
     store: ChunkStore,
     *,
-    choice: UpdateChoice = UpdateChoice(),  # noqa: B008  (frozen)
     collectives: Collectives | None = None,
-    make_mesh: Callable[[Weights], MeshTensors] | None = None,
-    strides: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    make_mesh: MakeMesh | None = None,
 ) -> Parts:
-    """The parts of a session over a store.
+    """The parts of a session over a store, with the ground's setup or one over ranks of an elastic job.
 
-    Args:
-        optimizer: whose groups say what is updated; None: weights alone are managed. choice: when chunks are updated.
-        collectives: of the ranks that share the model; None: there is one. make_mesh: of a model in blocks: the whole tensors.
-        strides: of parameters that have no bytes now, by name.
+    `collectives`: of the ranks that share the model; None: there is one. `make_mesh`: of a model in blocks.
     """
+    model, named, optimizer, choice = ground.model, ground.named, ground.optimizer, ground.choice
     layout, budgets, gradients, precision = setup.layout, setup.budgets, setup.gradients, setup.precision
     formats, memory, machine = setup.formats, setup.memory, budgets.machine
 
@@ -171,7 +247,7 @@ def build_step(
         device=budgets.stream_device,
         whole=not setup.by_use,
         to_master=masters.carry if precision.mixed else None,
-        strides=strides,
+        strides=ground.strides,
     )
     late_planes = LatePlanes(
         layout,
@@ -262,10 +338,10 @@ def build_step(
         stretches=stretches,
         events=events,
         weights=weights,
-        gradients=in_chunks,
         training=training,
         whole=whole,
         collectives=collectives,
         mesh=mesh,
+        sent=StepBytes(ground.groups, collectives),
         host_budget_bytes=machine.budget[Tier.HOST] if budgets.host_binds else None,
     )

@@ -26,7 +26,7 @@ class Closing:
     """Gives back what was taken, stage by stage: where a disk fails in the middle, what is left can be given back by another try.
 
     Args:
-        root: the hooks on the model. dtypes, buffers: what its parameters were, and those buffers that have been cast or moved.
+        hooks: those on the model. dtypes, buffers: what its parameters were, and those buffers that have been cast or moved.
         optimizer: of a session that trains.
         keep_weights: whether the model keeps them; otherwise its parameters become meta tensors.
     """
@@ -34,7 +34,7 @@ class Closing:
     def __init__(
         self,
         parts: Parts,
-        root: ExitStack,
+        hooks: ExitStack,
         dtypes: Mapping[str, torch.dtype],
         buffers: Mapping[str, Kind],
         *,
@@ -42,7 +42,7 @@ class Closing:
         keep_weights: bool,
     ) -> None:
         self._parts = parts
-        self._root = root
+        self._hooks = hooks
         self._dtypes = dtypes
         self._buffers = buffers
         self._optimizer = optimizer
@@ -75,8 +75,7 @@ class Closing:
             self._stages[0]()
             del self._stages[0]
         parts = self._parts
-        self._root.close()
-        parts.stretches.blocks.remove()
+        self._hooks.close()
         if not self._keeps:
             put_on_meta(parts.model, self._dtypes)
         for name, gradient in self._gradients.items():
@@ -85,9 +84,6 @@ class Closing:
         if self._optimizer is not None:
             self._optimizer.detach()
         parts.executor.store.close()
-        if parts.everyone is not None:
-            for group in parts.sent.groups.values():
-                group.looks.remove(parts.everyone.look)
         for one in parts.all_collectives:
             one.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +18,7 @@ from patrickstar.session.close import Closing
 from patrickstar.session.optimizer_target import OptimizerTarget
 from patrickstar.session.parts import Parts
 from patrickstar.session.resizing import Resizing
-from patrickstar.session.sample_order import LR_SCALING, BatchLoading, DrawnSamples, Draws, SampleOrder
+from patrickstar.session.sample_order import LR_SCALING, Draws, SampleOrder, load_batches
 from patrickstar.session.scaler import LossScaler
 from patrickstar.session.steps import StepsToDo
 
@@ -31,7 +32,6 @@ class ElasticSession:
     """A session as part of an elastic job, of which it is one rank, or none for now. One process by itself is rank 0 of 1."""
 
     optimizer: Any
-    _parts: Parts
     scaler: torch.amp.GradScaler
     resizing: Resizing | None = None
     """Of an elastic job; `manage` sets it."""
@@ -43,20 +43,16 @@ class ElasticSession:
 
     def __init__(self, parts: Parts | None, closing: Callable[..., Closing] | None) -> None:
         self._make_closing = closing
-        if parts is not None:
-            self._parts = parts
+        self.present = parts
+        """The parts that the session has; None while its process is none of the ranks."""
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_parts":
+    @property
+    def _parts(self) -> Parts:
+        if self.present is None:
             raise StateError(
                 "this process is no rank of its job now, and has no states: it waits for its turn in session.steps(), or the job is over"
             )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    @property
-    def present(self) -> Parts | None:
-        """The parts that the session has; None while its process is none of the ranks."""
-        return vars(self).get("_parts")
+        return self.present
 
     @property
     def steps_done(self) -> int:
@@ -65,15 +61,13 @@ class ElasticSession:
 
     def installed(self, parts: Parts | None, closing: Callable[..., Closing] | None) -> None:
         """Takes parts in the place of those that there were."""
-        self._make_closing = closing
+        self.present, self._make_closing = parts, closing
         if parts is None:
-            vars(self).pop("_parts", None)
             self.optimizer.target = None
         else:
-            self._parts = parts
             self.optimizer.target = OptimizerTarget(parts, self.optimizer.original)
             if isinstance(self.scaler, LossScaler):
-                self.scaler.use(parts.training)
+                self.scaler.training = parts.training
         self.expect_close()
 
     def expect_close(self) -> None:
@@ -176,7 +170,8 @@ class ElasticSession:
             lr_scaling=LR_SCALING[lr_scaling] if isinstance(lr_scaling, str) else lr_scaling,
             warm_up=len(dataset) if lr_scaling == "linear" else 0,
         )
-        return StepsToDo(self, draws, BatchLoading(DrawnSamples(dataset), collate_fn, num_workers), extra)
+        load = partial(load_batches, dataset=dataset, collate_fn=collate_fn, num_workers=num_workers)
+        return StepsToDo(self, draws, load, extra)
 
 
 def _check_more(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ from patrickstar.config.options import LossScale, Options
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GradientUse
 from patrickstar.core.shard_layout import RankOf
-from patrickstar.errors import BudgetError, RankError, RankLost
+from patrickstar.errors import BudgetError, RankError
 from patrickstar.memory.disk import expect_usable
 from patrickstar.memory.works_under_way import MakeLane
 from patrickstar.optim.choose import choose_kernels
@@ -39,23 +39,21 @@ from patrickstar.parameters.transforms import expect_unwrapped
 from patrickstar.plan.fit import of_machine
 from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.adopt import take_over
-from patrickstar.session.buffers import Kind, fit_buffers
-from patrickstar.session.build import build_memory, build_step
+from patrickstar.session.buffers import fit_buffers
+from patrickstar.session.build import Ground, MakeMesh, watch
 from patrickstar.session.checks import check_model, expect_alike
 from patrickstar.session.close import Closing
-from patrickstar.session.ground import Ground, watch
 from patrickstar.session.loading import Loading
 from patrickstar.session.mesh_tensors import MeshTensors
+from patrickstar.session.optimizer_target import OptimizerTarget
 from patrickstar.session.parts import Parts
 from patrickstar.session.resizing import Resizing
 from patrickstar.session.scaler import LossScaler
 from patrickstar.session.session import Session
 from patrickstar.session.start import Setup, set_up
-from patrickstar.session.step_bytes import StepBytes
 from patrickstar.step.budgets import find_resources, resolve_device
 from patrickstar.step.mesh_ranks import MeshRanks
 from patrickstar.step.resources import bound_kernels, uncounted_settings
-from patrickstar.step.values import Weights
 
 _log = logging.getLogger("patrickstar")
 
@@ -130,7 +128,7 @@ def assemble(
         _expect_elastic(memory, optimizer, groups)
         makers = (partial(job.ranks, job.now) if job.rank >= 0 and job.now.size > 1 else None, None)
     # First of all: the others hear of whatever this rank refuses.
-    kind = RankError if job is None or job.directory is None else RankLost
+    kind = RankError if job is None else job.loss
     made = [make and Collectives(make(), timeout_s=memory.options.collective_timeout, kind=kind) for make in makers]
     collectives, everyone = made
     try:
@@ -194,23 +192,18 @@ def _assembled(
             "budget before the next is planned with it",
             " and ".join(uncounted),
         )
-    ground = Ground(model=model, named=named, optimizer=optimizer, setup=setup, make_lane=make_lane, choice=choice)
+    ground = Ground(
+        model=model,
+        named=named,
+        optimizer=optimizer,
+        setup=setup,
+        make_lane=make_lane,
+        choice=choice,
+        groups=groups,
+    )
     if job is not None and job.rank < 0:
         return _waiting(ground, job)
-    setup = setup if job is None else setup.over(ranks)
-    store = build_memory(setup, make_lane=make_lane)
-    try:
-        if collectives is not None:
-            expect_alike(named, optimizer, setup, collectives)
-        make_mesh = None if everyone is None else _mesh(model, named, optimizer, setup, everyone)
-        parts = build_step(
-            model, named, optimizer, setup, store, choice=choice, collectives=collectives, make_mesh=make_mesh
-        )
-        parts = replace(parts, sent=StepBytes(groups, collectives))
-        return _begin(parts, ground, setup, source, job)
-    except BaseException:
-        store.close()
-        raise
+    return _begin(ground.parts(collectives, partial(_meet, ground, collectives, everyone)), ground, source, job)
 
 
 def _expect_elastic(
@@ -235,7 +228,7 @@ def _waiting(ground: Ground, job: ElasticJob) -> Session:
     _attach(session, ground)
     ground.optimizer.state.clear()
     ground.lay_bare()
-    session.resizing = _resizing(session, ground, job, buffers)
+    session.resizing = Resizing(ground=ground, job=job, parts=None, installed=session.installed, buffers=buffers)
     return session
 
 
@@ -244,37 +237,25 @@ def _attach(session: Session, ground: Ground) -> ManagedOptimizer | None:
     original, setup = ground.optimizer, ground.setup
     if original is None:
         return None
-    managed = session.attach(original, names_by_id(ground.named))
+    parts, names = session.present, names_by_id(ground.named)
+    target = None if parts is None else OptimizerTarget(parts, original)
+    session.optimizer = managed = ManagedOptimizer(original, target=target, names=names)
     if setup.precision.scales and setup.gradients is GradientUse.CHUNK:
         scale = setup.memory.options.loss_scale or LossScale()
-        training: Any = None if session.present is None else session.present.training
+        training: Any = None if parts is None else parts.training
         session.scaler = LossScaler(scale, training, managed, original)
     return managed
 
 
-def _resizing(
-    session: Session, ground: Ground, job: ElasticJob, buffers: Mapping[str, Kind], hooks: ExitStack | None = None
-) -> Resizing:
-    timeout_s = ground.setup.memory.options.collective_timeout
-    return Resizing(
-        ground=ground,
-        job=job,
-        parts=session.present,
-        installed=session.installed,
-        timeout_s=timeout_s,
-        buffers=buffers,
-        hooks=hooks or ExitStack(),
-    )
-
-
-def _mesh(
-    model: nn.Module,
-    named: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer | None,
-    setup: Setup,
-    everyone: Collectives,
-) -> Callable[[Weights], MeshTensors]:
-    """Makes the whole tensors of a model in blocks, whose ranks are seen to be alike."""
+def _meet(
+    ground: Ground, collectives: Collectives | None, everyone: Collectives | None, setup: Setup
+) -> MakeMesh | None:
+    """Sees that ranks are alike; of a model in blocks, gives what makes its whole tensors."""
+    model, named, optimizer = ground.model, ground.named, ground.optimizer
+    if collectives is not None:
+        expect_alike(named, optimizer, setup, collectives)
+    if everyone is None:
+        return None
     grid, cuts = grid_of(model), cuts_of(model)
     assert grid is not None
     expect_alike(named, optimizer, setup, everyone, {name: cuts[name].shape for name in named})
@@ -299,31 +280,27 @@ def expect_known_over_ranks(
     refuse(problems, of="manage")
 
 
-def _begin(parts: Parts, ground: Ground, setup: Setup, source: Loading | None, job: ElasticJob | None) -> Session:
+def _begin(parts: Parts, ground: Ground, source: Loading | None, job: ElasticJob | None) -> Session:
     """The session over its parts: hooks on the model, the optimizer in its place, all values in chunks."""
-    model, named, store, original = parts.model, parts.named, parts.executor.store, ground.optimizer
+    setup, store = ground.setup, parts.executor.store
     with ExitStack() as undo:  # whatever fails, model and optimizer are as before
-        root = watch(parts, undo)
-        buffers = fit_buffers(model, setup.precision, setup.budgets.stream_device, undo)
-        if (everyone := parts.everyone) is not None:
-            for group in parts.sent.groups.values():
-                group.looks.append(everyone.look)
-                undo.callback(group.looks.remove, everyone.look)
-        session = Session(parts, parts.layout, partial(Closing, parts, root, ground.dtypes, buffers))
+        undo.callback(store.close)
+        hooks = undo.enter_context(watch(parts))
+        buffers = fit_buffers(parts.model, setup.precision, setup.budgets.stream_device, undo)
+        session = Session(parts, parts.layout, partial(Closing, parts, hooks, ground.dtypes, buffers))
         managed = _attach(session, ground)
         if managed is not None:
             undo.callback(managed.detach)
         if job is not None:
-            hooks = ExitStack()
-            hooks.callback(root.close)
-            hooks.callback(parts.stretches.blocks.remove)
-            session.resizing = _resizing(session, ground, job, buffers, hooks)
+            session.resizing = Resizing(
+                ground=ground, job=job, parts=parts, installed=session.installed, buffers=buffers, hooks=hooks
+            )
         if source is not None:
-            source.prepare(named, store.state, setup.budgets, AllRanks(parts.collectives))
-        take_over(parts, source, original)
+            source.prepare(parts.named, store.state, setup.budgets, AllRanks(parts.collectives))
+        take_over(parts, source, ground.optimizer)
+        if source is not None:
+            source.finish()
         undo.pop_all()
-    if source is not None:
-        source.finish()
     parts.events.session_name = repr(session)
     session.expect_close()
     _log.info(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from patrickstar.step.assembling import count_of
 from patrickstar.units import format_bytes
 
 FIELDS: Final = (STEP, EXP_AVG, EXP_AVG_SQ)
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -98,29 +97,24 @@ class StateMapping(MutableMapping[Tensor, Any]):
 
     def __init__(self, parts: Parts, optimizer: torch.optim.Optimizer) -> None:
         self._parts = parts
-        self._binding = parts.binding
-        self._weights = parts.weights
-        self._steps = parts.steps
         self._optimizer = optimizer
 
     def __getitem__(self, parameter: Tensor) -> ParameterState:
         self._parts.expect_open()
         return ParameterState(of=self, name=self._name(parameter))
 
-    def get(self, parameter: Tensor, default: _T = None) -> ParameterState | _T:  # type: ignore[assignment]
+    def get(self, parameter: Tensor, default: Any = None) -> Any:
         """The parameter's state, if it has one."""
         return self[parameter] if parameter in self else default  # noqa: SIM401  (this is `get`)
 
     def __contains__(self, parameter: object) -> bool:
         self._parts.expect_open()
-        return self._binding.names.get(id(parameter)) in self._steps
+        return self._parts.binding.names.get(id(parameter)) in self._parts.steps
 
     def __iter__(self) -> Iterator[Tensor]:
         self._parts.expect_open()
         groups = self._optimizer.param_groups
-        seen = dict.fromkeys(id(each) for group in groups for each in group["params"] if each in self)
-        named = {id(bound.parameter): bound.parameter for bound in self._binding}
-        return iter([named[key] for key in seen])
+        return iter({id(each): each for group in groups for each in group["params"] if each in self}.values())
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -130,7 +124,7 @@ class StateMapping(MutableMapping[Tensor, Any]):
         self._parts.begin_access()
         name = self._name(parameter)
         if not values:
-            if name in self._steps:
+            if name in self._parts.steps:
                 del self[parameter]
             return
         if set(values) != set(FIELDS):
@@ -148,8 +142,8 @@ class StateMapping(MutableMapping[Tensor, Any]):
             raise KeyError(parameter)
         name = self._name(parameter)
         self._parts.begin_access()
-        self._weights.clear_averages(name)
-        del self._steps[name]
+        self._parts.weights.clear_averages(name)
+        del self._parts.steps[name]
 
     def pop(self, parameter: Tensor, *default: Any) -> Any:
         """Takes a parameter's state out: ordinary tensors."""
@@ -175,21 +169,21 @@ class StateMapping(MutableMapping[Tensor, Any]):
     def has(self, name: str) -> bool:
         """Tells whether there is a state of a parameter."""
         self._parts.expect_open()
-        return name in self._steps
+        return name in self._parts.steps
 
     def tensor(self, name: str, plane: str) -> Tensor:
         """One of a parameter's tensors, bound by use."""
-        like = self._binding.by_name[name].shape_only
+        like = self._parts.binding.by_name[name].shape_only
         shape, stride = ((), ()) if plane == STEP else (like.shape, like.stride())
         shape_only = torch.empty_strided(shape, stride, dtype=torch.float32, device="meta")
-        return self._binding.assembled.tensor(AssembledKey(name, plane), shape_only)
+        return self._parts.binding.assembled.tensor(AssembledKey(name, plane), shape_only)
 
     def check(self, name: str, plane: str, value: Any) -> Tensor | None:
         """The value as it may be written; None where it is what is there already. StateError where it cannot be written."""
         key = AssembledKey(name, plane)
-        if self._binding.assembled.is_of(value, key):
+        if self._parts.binding.assembled.is_of(value, key):
             return None
-        other = self._binding.assembled.of(value)
+        other = self._parts.binding.assembled.of(value)
         if other is not None:
             what = title(other.source.key)
             raise StateError(
@@ -197,7 +191,7 @@ class StateMapping(MutableMapping[Tensor, Any]):
             )
         if plane == STEP and isinstance(value, int | float):
             value = torch.tensor(float(value))
-        shape = () if plane == STEP else tuple(self._binding.by_name[name].shape_only.shape)
+        shape = () if plane == STEP else tuple(self._parts.binding.by_name[name].shape_only.shape)
         if not isinstance(value, Tensor):
             raise StateError(
                 f"{title(key)} was assigned a {type(value).__name__}: it is a tensor {shape} of torch.float32"
@@ -216,13 +210,13 @@ class StateMapping(MutableMapping[Tensor, Any]):
             return
         self._parts.begin_access()
         if plane != STEP:
-            self._weights.write_average(name, plane, value.detach())
+            self._parts.weights.write_average(name, plane, value.detach())
             return
-        self._steps[name] = count_of(AssembledKey(name, STEP), value)
-        self._binding.assembled.changed(AssembledKey(name, STEP))
+        self._parts.steps[name] = count_of(AssembledKey(name, STEP), value)
+        self._parts.binding.assembled.changed(AssembledKey(name, STEP))
 
     def _name(self, parameter: Tensor) -> str:
-        name = self._binding.names.get(id(parameter))
+        name = self._parts.binding.names.get(id(parameter))
         if name is None:
             raise KeyError(
                 f"{type(parameter).__name__} {tuple(parameter.shape)} is no parameter of the session's model"

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from patrickstar.core.layout import Layout
 from patrickstar.core.machine import Tier
 from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, GRAD, REST, PlaneRef
 from patrickstar.core.trace import Moment, Phase, Touch, Trace
@@ -71,7 +70,7 @@ class PaperRun:
 
     def settle(self) -> tuple[PaperStep, PaperStep]:
         """The first step, and the one that repeats itself, once steps do."""
-        self._fill(self.planner.layout)
+        self._fill()
         first = last = self.step()
         starts = [str(self.state.snapshot())]
         for _ in range(_STEPS_TO_SETTLE - 1):
@@ -131,7 +130,7 @@ class PaperRun:
         draft = self._plan(StretchKind.TRAINING, self.forward, whole=self.in_backward and not self.planner.choice.apart)
         self._carry_out(draft, step)
         if draft.whole_chunks is not None:
-            let_gradients_go(self.state, keeps=True)
+            self._let_gradients_go(keeps=True)
             self.state.shrink(sorted(ref for ref in draft.whole_chunks.homes if self.state.is_free(ref)))
 
     def _norm(self, step: PaperStep) -> None:
@@ -142,7 +141,7 @@ class PaperRun:
         if self.in_backward:
             if self.trained:
                 self._carry_out(self._plan(StretchKind.UPDATE, self.planner.update_trace(self.trained)), step)
-            let_gradients_go(self.state, keeps=False)
+            self._let_gradients_go(keeps=False)
             return
         level = self._level_bytes
         update = self.planner.placed_updates(self.trained, self.state, taken_bytes=0, level_bytes=level)
@@ -153,7 +152,7 @@ class PaperRun:
 
     def _update_apart(self, update: Trace, step: PaperStep) -> None:
         self._carry_out(self._plan(StretchKind.UPDATE, update, unwanted=self._gradients()), step)
-        let_gradients_go(self.state, keeps=False)
+        self._let_gradients_go(keeps=False)
 
     def _plan(self, kind: StretchKind, trace: Trace, **expected: Any) -> Draft:
         if self.planner.keeps:
@@ -181,8 +180,9 @@ class PaperRun:
         """The gradients that have contents: all that `zero_grad()` lets go of once they have been used."""
         return frozenset(ref for ref in self.state.home if ref.plane == GRAD and not self.state.is_free(ref))
 
-    def _fill(self, layout: Layout) -> None:
+    def _fill(self) -> None:
         """Values are put into chunks as `manage` does it: parameter by parameter, a piece of each master at a time."""
+        layout = self.planner.layout
         for name in layout.slices:
             for part in layout.parts(name):
                 is_split = PlaneRef(part.chunk, REST) in self.state.home
@@ -195,10 +195,10 @@ class PaperRun:
             residency.apply(self.state, action)
         residency.mark_moment(self.state, Moment(Phase.STEP, name, tuple(touches)))
 
-
-def let_gradients_go(state: Residency, *, keeps: bool) -> None:
-    """Gradients that nobody wants give their slots back. `keeps`: whether the step goes on, which wants those that have contents."""
-    for ref in sorted(state.home):
-        if ref.plane == GRAD and (ref in state.stale[state.compute] if state.is_free(ref) else not keeps):
-            for action in residency.release(state, ref):
-                residency.apply(state, action)
+    def _let_gradients_go(self, *, keeps: bool) -> None:
+        """Gradients that nobody wants give their slots back. `keeps`: whether the step goes on, which wants those that have contents."""
+        state = self.state
+        for ref in sorted(state.home):
+            if ref.plane == GRAD and (ref in state.stale[state.compute] if state.is_free(ref) else not keeps):
+                for action in residency.release(state, ref):
+                    residency.apply(state, action)

@@ -13,17 +13,39 @@ from patrickstar.core.planes import EXP_AVG, EXP_AVG_SQ, STEP
 from patrickstar.errors import StateError
 from patrickstar.memory.leases import AssembledKey
 from patrickstar.optim.user_optimizer import State
+from patrickstar.parallel.group import MeshGroup
 from patrickstar.parameters.binding import Binding
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.session.mesh_tensors import MeshTensors
-from patrickstar.session.step_bytes import StepBytes
 from patrickstar.step.events import Events, expect_own_parameters
 from patrickstar.step.executor import Executor
-from patrickstar.step.gradients import Gradients
 from patrickstar.step.stretches import Stretches
 from patrickstar.step.training import Training
 from patrickstar.step.values import Weights
 from patrickstar.step.whole import Whole
+
+
+@dataclass(slots=True, eq=False)
+class StepBytes:
+    """Counts bytes that are handed to process groups, from one step of the optimizer to the next.
+
+    Attributes:
+        groups: those that the model works together with, by mesh dimension. shared: the collectives of the ranks that share it, "dp".
+        last: bytes of the last step, by mesh dimension.
+    """
+
+    groups: Mapping[str, MeshGroup]
+    shared: Collectives | None
+    last: dict[str, int] = field(default_factory=dict)
+    _before: dict[str, int] = field(default_factory=dict)
+
+    def step_ended(self) -> None:
+        """Notes the end of a step."""
+        now = {name: group.sent_bytes() for name, group in self.groups.items()}
+        if self.shared is not None:
+            now["dp"] = self.shared.sent_bytes
+        self.last = {name: total - self._before.get(name, 0) for name, total in now.items()}
+        self._before = now
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +53,7 @@ class Parts:
     """The parts of a session that take steps. The store, which has all memory, is the executor's.
 
     Attributes:
-        gradients: those in chunks. whole: the parameters as long as they keep their bytes.
+        whole: the parameters as long as they keep their bytes.
         collectives: of the ranks that share the model, where there are several. mesh: of a model whose parameters are blocks.
         sent: what is handed to process groups, step by step.
         host_budget_bytes: what chunks and tensors may take of the host, where the user gave a bound, or None.
@@ -45,13 +67,12 @@ class Parts:
     stretches: Stretches
     events: Events
     weights: Weights
-    gradients: Gradients
     training: Training
     whole: Whole
     host_budget_bytes: int | None
-    collectives: Collectives | None = None
-    mesh: MeshTensors | None = None
-    sent: StepBytes = field(default_factory=StepBytes)
+    collectives: Collectives | None
+    mesh: MeshTensors | None
+    sent: StepBytes
 
     @property
     def everyone(self) -> Collectives | None:
@@ -87,6 +108,13 @@ class Parts:
         self.events.check_watch()
         self.binding.whole.take_back()
         self.stretches.pause()
+
+    def end_step(self) -> None:
+        """Ends what is under way, an update too, and lets gradients go: states are about to be loaded anew, or to move to other ranks."""
+        self.executor.settle()
+        self.stretches.end()
+        self.training.zero_grad(set_to_none=True)
+        self.training.forget_unfinished()
 
     def take_states(self, states: Mapping[str, State]) -> None:
         """Sets the optimizer's state of these parameters."""

@@ -29,11 +29,11 @@ from patrickstar.core.machine import Tier
 from patrickstar.core.planes import GRAD, WEIGHT, PlaneRef
 from patrickstar.core.resharding import Member, Resharding
 from patrickstar.core.trace import Phase, Touch
-from patrickstar.errors import Error, RankError, RankLost, StateError
+from patrickstar.errors import Error, StateError
 from patrickstar.memory.allocator import release_free_memory
 from patrickstar.session.buffers import Kind
+from patrickstar.session.build import Ground, watch
 from patrickstar.session.close import Closing
-from patrickstar.session.ground import Ground, watch
 from patrickstar.session.parts import Parts
 
 _log = logging.getLogger("patrickstar")
@@ -68,24 +68,15 @@ class Resizing:
 
     Attributes:
         parts: None where this process is no rank. installed: is told of parts that have taken the place of others, with what closes them.
-        timeout_s: of collectives. buffers: those that were cast or moved. hooks: of the parts, which are removed with it.
+        buffers: those that were cast or moved. hooks: of the parts, which are removed with it.
     """
 
     ground: Ground
     job: ElasticJob
     parts: Parts | None
     installed: Callable[[Parts | None, Callable[..., Closing] | None], None]
-    timeout_s: float
     buffers: Mapping[str, Kind]
     hooks: ExitStack = field(default_factory=ExitStack)
-
-    def end_step(self) -> None:
-        """Ends what is under way of the step before, its update too, and lets gradients go."""
-        if self.parts is not None:
-            self.parts.begin_access()
-            self.parts.stretches.end()
-            self.parts.training.zero_grad(set_to_none=True)
-            self.parts.training.forget_unfinished()
 
     def change(self, generation: Generation, tell: Callable[[], Any]) -> Resized | None:
         """Has the ranks be those of the next generation. None where that cannot be: the job stays as it was, and one line of the log says why.
@@ -97,8 +88,7 @@ class Resizing:
         if grows and not self.job.meets(generation):
             self._stay(generation, StateError("a process has ended that was to join"), keeps=True)
             return None
-        ranks = self.job.ranks(generation) if is_member and generation.size > 1 else None
-        collectives = None if ranks is None else Collectives(ranks, timeout_s=self.timeout_s, kind=self.kind)
+        collectives = self._meet(generation) if is_member else None
         # Of those that are there before and after, all are in the larger of both.
         shared = old.collectives if old is not None and not grows else collectives
         assert shared is not None, "there is one rank, and it stays"
@@ -140,7 +130,9 @@ class Resizing:
         """Stays what it was, as all ranks do. Raises an error where that cannot be: of those that were there some are lost, or what they had."""
         old = self.parts
         if old is not None and not keeps:
-            raise self.kind(f"{error}\nin the middle of a resize without room to go back", reason=str(error)) from error
+            raise self.job.loss(
+                f"{error}\nin the middle of a resize without room to go back", reason=str(error)
+            ) from error
         if old is not None and old.collectives is not None and old.collectives.failure is not None:
             raise error
         if old is not None:
@@ -152,9 +144,7 @@ class Resizing:
         if self.parts is not None:
             self.parts.executor.pending = None
             self.parts.executor.store.land_all()
-        collectives = None
-        if generation.size > 1:
-            collectives = Collectives(self.job.ranks(generation), timeout_s=self.timeout_s, kind=self.kind)
+        collectives = self._meet(generation)
         self._install(None, _NOTHING)
         try:
             new = self.ground.parts(collectives)
@@ -165,10 +155,14 @@ class Resizing:
         self._install(new, _NOTHING)
         self.job.begins(generation)
 
-    @property
-    def kind(self) -> type[RankError]:
-        """The error about ranks that are lost: one that the job survives, where it is supervised."""
-        return RankError if self.job.directory is None else RankLost
+    def _meet(self, generation: Generation) -> Collectives | None:
+        """The collectives of a generation that this process is a rank of; None where it is the only one."""
+        timeout_s = self.ground.setup.memory.options.collective_timeout
+        return (
+            Collectives(self.job.ranks(generation), timeout_s=timeout_s, kind=self.job.loss)
+            if generation.size > 1
+            else None
+        )
 
     def _move(
         self,
@@ -219,12 +213,12 @@ class Resizing:
         if new is None:
             self.installed(None, None)
             return
-        root = watch(new, self.hooks)
+        self.hooks = watch(new)
         new.steps.update(contents.steps)
         if new.training.gathering is not None:
             new.training.gathering.steps = max(contents.steps.values(), default=0)
         new.binding.hold() if new.binding.is_whole else new.binding.let_go()
-        self.installed(new, partial(Closing, new, root, self.ground.dtypes, self.buffers))
+        self.installed(new, partial(Closing, new, self.hooks, self.ground.dtypes, self.buffers))
 
 
 def collect() -> None:

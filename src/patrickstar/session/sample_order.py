@@ -33,15 +33,14 @@ class SampleOrder:
 
     def indices(self, first: int, count: int) -> list[int]:
         """The indices of samples number `first` to `first + count - 1`, counted from the beginning of training."""
-        return list(self._from(first, count))
-
-    def _from(self, first: int, count: int) -> Iterator[int]:
+        found = []
         for number in range(first, first + count):
             epoch, place = divmod(number, self.size)
             if epoch != self._epoch:
                 generator = torch.Generator().manual_seed(keyed_seed(self.seed, epoch))
                 self._epoch, self._permutation = epoch, torch.randperm(self.size, generator=generator).tolist()
-            yield self._permutation[place]
+            found.append(self._permutation[place])
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,21 +122,15 @@ class DrawnSamples:
         return list(many(list(draw.indices))) if many is not None else [self.dataset[index] for index in draw.indices]
 
 
-@dataclass(frozen=True, slots=True)
-class BatchLoading:
-    """Makes batches of samples, as torch's `DataLoader` does."""
-
-    samples: DrawnSamples
-    collate_fn: Callable[[list[Any]], Any] | None = None
-    num_workers: int = 0
-
-    def batches(self, draws: Iterator[Draw]) -> Iterator[Any]:
-        """The batches of these draws. Numbers that torch's loader draws for itself are not the program's."""
-        loader: DataLoader[Any] = DataLoader(
-            self.samples,  # type: ignore[arg-type]  # asked for many at once alone
-            batch_sampler=draws,  # type: ignore[arg-type]  # of draws
-            collate_fn=self.collate_fn,
-            num_workers=self.num_workers,
-            generator=torch.Generator(),
-        )
-        return iter(loader)
+def load_batches(
+    draws: Iterator[Draw], dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, num_workers: int
+) -> Iterator[Any]:
+    """The batches of these draws, as torch's `DataLoader` makes them. Numbers that it draws for itself are not the program's."""
+    loader: DataLoader[Any] = DataLoader(
+        DrawnSamples(dataset),  # type: ignore[arg-type]  # asked for many at once alone
+        batch_sampler=draws,  # type: ignore[arg-type]  # of draws
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+        generator=torch.Generator(),
+    )
+    return iter(loader)

@@ -25,9 +25,8 @@ from patrickstar.errors import CheckpointError
 from patrickstar.optim.user_optimizer import restore_groups
 from patrickstar.parameters.bound import BoundParameter
 from patrickstar.session.buffers import persistent_buffers
-from patrickstar.session.delivery import Delivery, Kept
+from patrickstar.session.delivery import Delivery, Kept, MeshDelivery
 from patrickstar.session.loading import tensors_of
-from patrickstar.session.mesh_delivery import MeshDelivery
 from patrickstar.session.parts import Parts
 
 _log = logging.getLogger("patrickstar")
@@ -138,8 +137,8 @@ class Saving:
             )
 
     def _delivery(self, tensors: Mapping[str, _Saved]) -> Delivery:
-        mesh, sources = self.parts.mesh, {name: saved.source for name, saved in tensors.items()}
-        return Delivery(self.parts, sources) if mesh is None else MeshDelivery(self.parts, sources, tensors=mesh)
+        kind = Delivery if self.parts.mesh is None else MeshDelivery
+        return kind(self.parts, {name: saved.source for name, saved in tensors.items()})
 
     def _writers(self, delivery: Delivery) -> Writers:
         """The ranks, of which each reads what it writes from this delivery; buffers are rank 0's."""
@@ -172,7 +171,7 @@ class Saving:
 
     def _take_tensors(self, reader: StepReader, tensors: Mapping[str, _Saved], steps: Mapping[str, int]) -> None:
         """Takes over weights, moments, buffers and counts of updates: of several ranks, each what it keeps."""
-        self._forget()
+        self.parts.end_step()
         with self.parts.executor.lock, self.parts.executor.quiet():
             for name in reader.spans:
                 self._take(reader, name, tensors[name].source)
@@ -199,13 +198,6 @@ class Saving:
         """The random states of this rank in a checkpoint; None where fewer ranks have saved it."""
         of_all = [state["rng"], *state.get("rng_of_other_ranks", ())]
         return of_all[self.all_ranks.rank] if self.all_ranks.rank < len(of_all) else None
-
-    def _forget(self) -> None:
-        """Ends what is under way, and lets gradients go: everything is about to be loaded anew."""
-        self.parts.executor.settle()
-        self.parts.stretches.end()
-        self.parts.training.zero_grad(set_to_none=True)
-        self.parts.training.forget_unfinished()
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {bound.name: self.parts.shape(bound) for bound in self.parts.binding}

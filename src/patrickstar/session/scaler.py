@@ -11,7 +11,6 @@ from patrickstar.config.options import LossScale
 from patrickstar.errors import StateError
 from patrickstar.optim.scale_rule import ScaleRule
 from patrickstar.step.overflow import OverflowFlag, names_of
-from patrickstar.step.training import Training
 from patrickstar.step.training_deferred import DeferredTraining
 from patrickstar.torch_private import has_step_pre_hooks
 
@@ -24,7 +23,7 @@ class LossScaler(torch.amp.GradScaler):
     Whether gradients have overflowed is found as they arrive. They are divided by the scale when they are next used, in fp32.
 
     Args:
-        training: whose gradients they are; None: of a session without states yet. ours: the session's optimizers.
+        training: whose gradients they are, on other ranks another one; None: of a session without states yet. ours: the session's optimizers.
     """
 
     def __init__(self, options: LossScale, training: DeferredTraining | None, *ours: torch.optim.Optimizer) -> None:
@@ -36,16 +35,12 @@ class LossScaler(torch.amp.GradScaler):
             growth_interval=options.window,
         )
         self._rule = ScaleRule(options)
-        self._training: Any = training
+        self.training: Any = training
         self._ours = ours
 
         self._overflowed: list[OverflowFlag] = []
         self._unscaled = False
         self._stepped = False
-
-    def use(self, training: Training) -> None:
-        """Scales losses for other training from now on: that of a session on other ranks."""
-        self._training = training
 
     def scale(self, outputs: Any) -> Any:
         """The loss, or each of an iterable of losses, multiplied with the scale (0-dim, fp32)."""
@@ -62,8 +57,8 @@ class LossScaler(torch.amp.GradScaler):
         self._expect_ours(optimizer)
         if self._unscaled or self._stepped:
             raise StateError("unscale_() has been called on this optimizer since the last update()")
-        self._overflowed = self._training.overflowed()
-        self._training.multiply(torch.tensor(1.0 / self._rule.scale, dtype=torch.float32))
+        self._overflowed = self.training.overflowed()
+        self.training.multiply(torch.tensor(1.0 / self._rule.scale, dtype=torch.float32))
         self._unscaled = True
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -81,11 +76,11 @@ class LossScaler(torch.amp.GradScaler):
             self.unscale_(optimizer)
         self._stepped = True
         # A hook may change gradients before the step.
-        first = self._training.first_of(self._overflowed, before_step=not has_step_pre_hooks(optimizer))
+        first = self.training.first_of(self._overflowed, before_step=not has_step_pre_hooks(optimizer))
         try:
             return None if first is not None else optimizer.step()
         finally:
-            self._training.forget_norm()
+            self.training.forget_norm()
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Ends a step: the scale grows or backs off as the rule says, or is set.

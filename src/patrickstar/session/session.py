@@ -20,7 +20,6 @@ from patrickstar.optim.managed import ManagedOptimizer
 from patrickstar.plan.plan import Plan
 from patrickstar.session.close import Closing
 from patrickstar.session.elastic_session import ElasticSession
-from patrickstar.session.optimizer_target import OptimizerTarget
 from patrickstar.session.parts import Parts
 from patrickstar.session.saving import Saving
 from patrickstar.session.stats import Stats, gather_stats
@@ -53,12 +52,6 @@ class Session(ElasticSession):
             return "<Session of an elastic job, not one of its ranks now>"
         model = type(self._parts.model).__name__
         return f"<Session of {model}, {len(self._parts.named)} parameters{', closed' if self._parts.events.is_closed else ''}>"
-
-    def attach(self, original: torch.optim.Optimizer, names: Mapping[int, str]) -> ManagedOptimizer:
-        """Puts an optimizer that asks this session to step in the place of the user's; `manage` calls this. `names`: of parameters, by `id()`."""
-        target = None if self.present is None else OptimizerTarget(self.present, original)
-        self.optimizer = ManagedOptimizer(original, target=target, names=names)
-        return self.optimizer
 
     @property
     def plan(self) -> Plan | None:
@@ -214,10 +207,11 @@ class Session(ElasticSession):
         return Saving(self._parts, groups, self.scaler)
 
     def _training(self) -> Training:
-        self._parts.expect_open()
+        parts = self._parts
+        parts.expect_open()
         if self.optimizer is None:
             raise StateError("this session manages weights only: pass an optimizer to manage()")
-        return self._parts.training
+        return parts.training
 
     # the end
 

@@ -215,10 +215,10 @@ def layout_of(
     memory: MemoryOptions,
     precision: Precision,
     *,
-    granule_bytes: int = 0,
-    trained: Callable[[nn.Parameter], bool] = lambda parameter: parameter.requires_grad,
-    ranks: Ranks | RankOf | None = None,
-    sizes: Sequence[int] = (),
+    granule_bytes: int,
+    trained: Callable[[nn.Parameter], bool],
+    ranks: Ranks | RankOf | None,
+    sizes: Sequence[int],
 ) -> Layout:
     """The layout of a model's parameters. What stays fp32 whole has chunks of its own in 16-bit modes, and so has what is not trained.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from patrickstar.errors import LayoutError, RankLost, StateError
 from patrickstar.session.parts import Parts
+from patrickstar.session.sample_order import Draws
 from patrickstar.step.training_deferred import DeferredTraining
 
 _STOP: Final = b"s"
@@ -32,12 +33,11 @@ class StepParts:
     def __init__(
         self,
         step: int,
-        count: int,
+        draws: Draws,
         *,
         of: Parts,
         rank: int,
         size: int,
-        seed_of: Callable[[int, int], int],
         batches: Iterator[Any],
         is_told: Callable[[], bool],
         is_first: bool,
@@ -45,7 +45,8 @@ class StepParts:
         self.step, self.index, self.seed = step, -1, 0
         self.completed = False
         self.lost: RankLost | None = None
-        self._count, self._of, self._seed_of, self._batches = count, of, seed_of, batches
+        self._count = count = draws.parts(step)
+        self._of, self._draws, self._batches = of, draws, batches
         self._mine = range(rank, count, size)
         self._serves = rank >= count % size > 0  # in the last round, which others have parts of
         self._done = 0
@@ -66,7 +67,7 @@ class StepParts:
         self._began = True
         for index in self._mine[self._done :]:
             self._expect_run()
-            self.index, self.seed = index, self._seed_of(self.step, index)
+            self.index, self.seed = index, self._draws.seed_of(self.step, index)
             self._backwards = training.backwards
             batch = next(self._batches)
             torch.manual_seed(self.seed)

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from torch.distributed import DistNetworkError
 from patrickstar.comm.job import AT_ONCE_S, Generation
 from patrickstar.errors import RankLost
 from patrickstar.session.resizing import Resized, Resizing, collect
-from patrickstar.session.sample_order import BatchLoading, Draws
+from patrickstar.session.sample_order import Draw, Draws
 from patrickstar.session.step_parts import StepParts
 
 _log = logging.getLogger("patrickstar")
@@ -31,15 +31,21 @@ class StepsToDo:
     """An iterator over the steps of a session that are still to be done.
 
     Args:
-        draws: what parts draw. loading: makes batches of that. extra: what has a state that follows steps, by name.
+        draws: what parts draw. load: makes batches of that. extra: what has a state that follows steps, by name.
 
     Attributes:
         step: the number of the next step, from 0 on.
     """
 
-    def __init__(self, session: Any, draws: Draws, loading: BatchLoading, extra: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        session: Any,
+        draws: Draws,
+        load: Callable[[Iterator[Draw]], Iterator[Any]],
+        extra: Mapping[str, Any],
+    ) -> None:
         self.step = 0
-        self._session, self._draws, self._loading = session, draws, loading
+        self._session, self._draws, self._load_batches = session, draws, load
         self._extra = extra
         self._current: StepParts | None = None
         self._batches: Iterator[Any] | None = None
@@ -97,14 +103,13 @@ class StepsToDo:
         parts, rank, size = session._parts, session.rank, session.world_size
         is_first = self._batches is None
         if self._batches is None:
-            self._batches = self._loading.batches(self._draws.of_rank(self.step, rank, size))
+            self._batches = self._load_batches(self._draws.of_rank(self.step, rank, size))
         self._current = StepParts(
             self.step,
-            self._draws.parts(self.step),
+            self._draws,
             of=parts,
             rank=rank,
             size=size,
-            seed_of=self._draws.seed_of,
             batches=self._batches,
             is_told=lambda: self._told_s < math.inf,
             is_first=is_first,
@@ -161,7 +166,9 @@ class StepsToDo:
             self._take_batches(resizing)
             return
         joins = not session.is_member
-        resizing.end_step()
+        if not joins:
+            session._parts.begin_access()
+            session._parts.end_step()
         began = time.monotonic()
         resized = resizing.change(generation, lambda: {**session.told(), "saved": self._saved, "extra": self._states()})
         collect()
