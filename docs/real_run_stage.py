@@ -229,7 +229,13 @@ def train(run: Run, course: Course, home: Path, *, seconds: float) -> bool:
     torch.manual_seed(course.seed)
     model = source.build()
     look(model, held_out[:1])  # see Note [First calls]
-    about = {**data.row(), "parameters": sum(parameter.numel() for parameter in model.parameters())}
+    about = {
+        "corpus": data.source,
+        "tokenizer": data.tokenizer,
+        "train_tokens": len(data.train),
+        "validation_tokens": len(data.held_out),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
     release_free_memory()  # what the text has left would count as there before
     side: Side = PlainSide(model, course, home) if run.precision is None else ManagedSide(model, course, home, run)
     try:
