@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -157,7 +158,8 @@ def test_looks_for_overflows_count_in_backwards_and_in_norms() -> None:
     memory = check_arguments(device="emulated", precision="fp16", options=patrickstar.Options(accumulate=300))
     has = find_resources(memory)
     precision = find_precision(memory, model, has)
-    layout = layout_of(model, dict(model.named_parameters()), memory, precision)
+    others = {"granule_bytes": 0, "trained": attrgetter("requires_grad"), "ranks": None, "sizes": ()}
+    layout = layout_of(model, dict(model.named_parameters()), memory, precision, **others)
     budgets = replace(find_budgets(memory, weight_bytes=0, has=has), device=torch.device("cuda"))
     scaled = with_pass_bytes(budgets, layout, memory, precision)
     other = with_pass_bytes(budgets, layout, memory, replace(precision, scales=False))
