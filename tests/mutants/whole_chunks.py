@@ -11,7 +11,7 @@ FORECAST = "tests/session/test_gradient_homes.py"
 ON_HOST = "tests/session/test_host_updates.py"
 
 WHOLE_CHUNKS: tuple[Mutant, ...] = (
-    Fault("what-somebody-holds-is-updated-whole", "plan.weave:_arrivals").by(
+    Fault("what-somebody-holds-is-updated-whole", "plan.whole_chunks:_arrivals").by(
         without("_touched(...).isdisjoint(...)"),
         f"{PLAN}::test_what_somebody_holds_when_its_last_gradient_comes_is_left_to_the_other_way",
     ),
@@ -25,25 +25,25 @@ WHOLE_CHUNKS: tuple[Mutant, ...] = (
     Fault("what-waits-for-its-update-has-the-room-of-what-must-be-kept", "step.late_planes:LatePlanes.reserve_for").by(
         never("passing"), f"{FORECAST}::test_a_gradient_that_must_wait_although_its_trace_had_not_shown_it_gets_room"
     ),
-    Fault("a-chunk-is-updated-with-its-first-gradient", "plan.weave:update_whole_chunks").by(
+    Fault("a-chunk-is-updated-with-its-first-gradient", "plan.whole_chunks:update_whole_chunks").by(
         replace("-1", "0", nth=3), f"{PLAN}::test_a_chunk_is_updated_after_its_last_gradient"
     ),
-    Fault("what-waits-has-no-room-to-be-used-at-any-moment", "plan.weave:_choose").by(
+    Fault("what-waits-has-no-room-to-be-used-at-any-moment", "plan.whole_chunks:_choose").by(
         replace("max(...)", "_passing(moment, state, at_home)", nth=2),
         f"{PLAN}::test_a_chunk_without_room_in_between_is_updated_parameter_by_parameter",
     ),
-    Fault("gradients-that-wait-take-no-room-of-each-other", "plan.weave:_choose").by(
+    Fault("gradients-that-wait-take-no-room-of-each-other", "plan.whole_chunks:_choose").by(
         assign("room", "0", nth=2), f"{PLAN}::test_gradients_of_two_chunks_that_wait_at_once_need_room_for_both"
     ),
-    Fault("a-gradient-goes-before-its-update-has-had-time", "plan.weave:_choose").by(
+    Fault("a-gradient-goes-before-its-update-has-had-time", "plan.whole_chunks:_choose").by(
         without("last if following is None else following"),
         f"{SESSION}::test_an_update_goes_on_beside_the_backward_until_something_needs_it",
     ),
-    Fault("a-chunk-with-a-gradient-that-must-wait-is-updated-whole", "plan.weave:_arrivals").by(
+    Fault("a-chunk-with-a-gradient-that-must-wait-is-updated-whole", "plan.whole_chunks:_arrivals").by(
         without("chunk not in kept"),
         f"{PLAN}::test_a_gradient_that_must_wait_or_has_a_home_below_is_left_to_the_other_way",
     ),
-    Fault("a-gradient-that-waits-may-be-written-back", "plan.weave:_arrivals").by(
+    Fault("a-gradient-that-waits-may-be-written-back", "plan.whole_chunks:_arrivals").by(
         without("state.home.get(...) is state.compute"),
         f"{PLAN}::test_a_gradient_that_must_wait_or_has_a_home_below_is_left_to_the_other_way",
     ),

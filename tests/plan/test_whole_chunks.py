@@ -18,7 +18,7 @@ from patrickstar.plan.fit import worst_moment
 from patrickstar.plan.residency import Residency
 from patrickstar.plan.touches import update_touches
 from patrickstar.plan.update_choice import UpdateChoice, choose_places
-from patrickstar.plan.weave import WholeChunks, update_whole_chunks
+from patrickstar.plan.whole_chunks import WholeChunks, update_whole_chunks
 from patrickstar.tracing.live_bytes import TraceRecorder
 from tests.plan.builders import PLENTY, SLOT_BYTES, layout_of, legal_plan, some
 

@@ -30,7 +30,8 @@ from patrickstar.plan.residency import Residency, slots_of
 from patrickstar.plan.stretch import Ask, Draft, StretchKind
 from patrickstar.plan.touches import gradients_freed, norm_trace, on_tiers, step_trace
 from patrickstar.plan.update_choice import UpdateChoice, choose_places, choose_tiers
-from patrickstar.plan.weave import own_moments, update_whole_chunks, weave
+from patrickstar.plan.weave import own_moments, weave
+from patrickstar.plan.whole_chunks import update_whole_chunks
 
 _KEPT: Final = 192
 SPARE_SHARE: Final = 16

@@ -20,7 +20,7 @@ from patrickstar.core.trace import Moment, Phase, Touch, Trace
 from patrickstar.plan.actions import Action, Drop
 from patrickstar.plan.plan import Plan
 from patrickstar.plan.residency import Residency
-from patrickstar.plan.weave import WholeChunks
+from patrickstar.plan.whole_chunks import WholeChunks
 
 
 class StretchKind(str, Enum):

@@ -193,13 +193,7 @@ def _assembled(
             " and ".join(uncounted),
         )
     ground = Ground(
-        model=model,
-        named=named,
-        optimizer=optimizer,
-        setup=setup,
-        make_lane=make_lane,
-        choice=choice,
-        groups=groups,
+        model=model, named=named, optimizer=optimizer, setup=setup, make_lane=make_lane, choice=choice, groups=groups
     )
     if job is not None and job.rank < 0:
         return _waiting(ground, job)

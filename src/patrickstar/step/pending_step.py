@@ -6,7 +6,7 @@ Note [Pending step]
     which that needs them; in a stretch of their own where somebody wants to see the model before, or where that forward has no plan. Each is done
     once and whole: what has begun ends on its lane, whatever happens to the caller, and what has not begun is still here.
 
-    With `step="in_backward"` a step begins with the first gradient of a backward. It takes gradients chunk by chunk (`plan/weave.py`); the
+    With `step="in_backward"` a step begins with the first gradient of a backward. It takes gradients chunk by chunk (`plan/whole_chunks.py`); the
     update of a chunk is pending once its last gradient has come. Where one does not come, or the backward leaves its trace, the step is closed: what
     has come by then is updated, parameter by parameter where a chunk has not all of them.
 """
