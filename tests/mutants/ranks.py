@@ -170,6 +170,10 @@ RANKS: tuple[Mutant, ...] = (
     Fault("sums of several backwards travel rounded", "parameters.exchange:Exchange._reduce").by(
         replace("self.has_waited", "False"), of_a_row("-fp32-world", "nosync")
     ),
+    Fault("an overflow in what ranks share is not found", "step.gradients:Gradients._put").by(
+        never("finds_overflow"),
+        f"{SESSION}::test_an_overflow_on_any_rank_skips_the_step_on_all[2 ranks-on rank 1-True]",
+    ),
     Fault("an overflow is a rank's own", "step.training_deferred:DeferredTraining.overflowed").by(
         replace("shared is None", "True"),
         f"{SESSION}::test_an_overflow_on_any_rank_skips_the_step_on_all[2 ranks-in an element-False]",

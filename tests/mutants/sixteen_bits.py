@@ -45,7 +45,7 @@ SIXTEEN_BITS: tuple[Mutant, ...] = (
     Fault("other-units-leave-while-a-copy-is-made", "parameters.weight_access:WeightAccess.enter").by(
         assign("leased", "{}", nth=1), f"{SIXTEEN}::test_no_unit_leaves_while_copies_of_several_are_made"
     ),
-    Fault("an-overflow-is-not-found", "step.gradients:Gradients._put").by(
+    Fault("an-overflow-is-not-found", "step.gradients:Gradients.add").by(
         never("finds_overflow"), f"{SCALING}::test_injected_overflows_skip_the_same_steps_with_the_same_bits[None]"
     ),
     Fault("an-overflow-written-by-hand-is-not-found", "step.gradients:Gradients.write").by(

@@ -219,7 +219,8 @@ STREAMS: tuple[Mutant, ...] = (
         without("Undispatched()"), f"{PEAKS}::test_a_forecast_knows_the_values_of_inputs_on_the_device"
     ),
     Fault("scratch-of-a-norm-comes-before-its-room", "step.training_deferred:DeferredTraining._take_norm").by(
-        replace("None", "self._begin_norm()", nth=2), f"{PEAKS}::test_a_norm_has_its_scratch_when_there_is_room_for_it"
+        assign("norm", "self._begin_norm(chunked)", nth=1),
+        f"{PEAKS}::test_a_norm_has_its_scratch_when_there_is_room_for_it",
     ),
     Fault("memory-that-torch-keeps-is-not-taken-back", "memory.driver:DeviceAddresses.map").by(
         never("_OUT_OF_MEMORY", nth=1),

@@ -120,7 +120,7 @@ TRAINING: tuple[Mutant, ...] = (
         replace("_MOMENTS", "['exp_avg']"), f"{RESUME}[emulated-emulated-chunk_sizes0]"
     ),
     Fault("a-moment-is-loaded-into-the-other-plane", "session.saving:Saving._take").by(
-        replace("plane", "EXP_AVG if plane == EXP_AVG_SQ else plane", nth=2),
+        replace("plane", "EXP_AVG if plane == EXP_AVG_SQ else plane", nth=3),
         f"{RESUME}[emulated-emulated-chunk_sizes0]",
     ),
     Fault("random-states-are-not-restored", "session.saving:Saving.load").by(
