@@ -52,11 +52,13 @@ _JOBS = 2
 def is_known_here(row: Row) -> bool:
     """Whether torch runs the operations here of which the budget and the plans are checked in.
 
-    An LSTM in bf16 is one only with AVX-512, and the product of all experts on CPUs in fp32 only from torch 2.13 on.
+    An LSTM in 16 bits is one only on CPUs for which oneDNN has that type (in fp16: where it is evaluated), and the product of all experts on CPUs
+    in fp32 only from torch 2.13 on.
     """
     if row.model == "mixtral":
         return TorchVersion(torch.__version__) >= (2, 13)
-    return (row.model, row.precision) != ("lstm", "bf16") or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    has = {"bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported, "fp16": torch.ops.mkldnn._is_mkldnn_fp16_supported}
+    return row.model != "lstm" or row.precision not in has or has[row.precision]()
 
 
 def limits_of(row: Row) -> Limits:
