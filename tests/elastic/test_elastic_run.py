@@ -62,6 +62,27 @@ def test_a_job_survives_a_rank_that_is_killed(rank: int, tmp_path: Path) -> None
 
 
 @pytest.mark.campaign
+def test_processes_beside_the_ranks_may_end(tmp_path: Path) -> None:
+    """What waits is no rank: the job goes on without it, and comes to its own end. What is asked for before its first step is not forgotten."""
+    with running(tmp_path, TOTAL, "--min", "1", "--max", "2", "--warm", "0") as job:
+        while not job.status():
+            time.sleep(0.02)
+        job.directory.ask({"do": "resize", "size": 2})
+        job.wait_for(3, size=2)
+        job.directory.ask({"do": "resize", "size": 1})
+        step = job.wait_for(4, size=1)["step"]
+        job.directory.ask({"do": "resize", "size": 2})
+        while not (there := job.status()["waiting"]):
+            time.sleep(0.02)
+        os.kill(there[0], signal.SIGKILL)
+        assert job.wait_for(step + 5)["want"] == 1
+        status, output = job.end()
+    assert (status, digests(output)) == (0, {want()}), output
+    assert [event["to"] for event in job.events()] == [2, 1]
+    assert "a process that waited has ended (SIGKILL); ranks stay as they are" in output
+
+
+@pytest.mark.campaign
 def test_a_rank_that_is_stopped_counts_as_lost(tmp_path: Path) -> None:
     with running(tmp_path, TOTAL, "--min", "1", "--max", "2", "--size", "2", "--save-every", "5") as job:
         pid = job.wait_for(8)["ranks"][1]["pid"]

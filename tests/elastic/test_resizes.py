@@ -178,6 +178,19 @@ def _skipping(rank: int, plan: Plan) -> str:
     return "nothing"
 
 
+def test_ranks_train_in_steps_alone(team_of: Teams) -> None:
+    for answer in team_of(2).run(_plainly, Plan(begins=2, least=2, most=2)):
+        assert answer.startswith("StateError: ranks of an elastic job train in session.steps() alone"), answer
+
+
+def _plainly(rank: int, plan: Plan) -> str:
+    with in_job(rank, plan):
+        model = build()
+        with patrickstar.manage(model, torch.optim.AdamW(model.parameters(), lr=1e-2), host_memory="1GiB") as session:
+            model(torch.ones(2, 48)).square().mean().backward()
+            return refusal(session.optimizer.step)
+
+
 def test_a_size_that_does_not_fit_leaves_the_job_as_it_was(team_of: Teams, caplog: pytest.LogCaptureFixture) -> None:
     plan = Plan(sizes={1: 2}, memory={"host_memory": "64MiB", "device": "emulated", "device_memory": "400KiB"})
     runs = run_job(team_of, plan)

@@ -47,13 +47,13 @@ class JobDirectory:
             try:
                 with _short(self.path) as folder:
                     connection.connect(f"{folder}/socket")
+                connection.sendall(json.dumps(order).encode() + b"\n")
+                with connection.makefile() as lines:
+                    answer = json.loads(lines.readline(_MOST_BYTES) or '{"error": "the job has ended"}')
             except PermissionError:
                 raise StateError(f"{self.path} belongs to another user") from None
-            except OSError:
-                raise StateError(f"no job runs in {self.path}") from None
-            connection.sendall(json.dumps(order).encode() + b"\n")
-            with connection.makefile() as lines:
-                answer = json.loads(lines.readline(_MOST_BYTES) or '{"error": "the job has ended"}')
+            except OSError as error:
+                raise StateError(f"no job runs in {self.path}, or it does not answer ({error})") from None
         if "error" in answer:
             raise StateError(answer["error"])
         return answer

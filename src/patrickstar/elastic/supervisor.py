@@ -208,20 +208,28 @@ class Supervisor:
         return None
 
     def _ended(self, member: int, status: int) -> None:
-        self._statuses[member] = status
-        generation = self._generation()
+        how, members = signal.Signals(-status).name if status < 0 else f"exit status {status}", self._members()
         if (store := self._job()) is not None:
             store.set(f"gone/{member}", "1")
-        if status and (generation is None or member in generation.members):
-            how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-            self._lost[member] = how
+        if member in members or self._ends_with is not None or self._read("over") is not None:
+            self._statuses[member] = status
+            if status and member in members:
+                self._lost[member] = how
+            return
+        stays = "; ranks stay as they are" if len(self._processes) < self._want else ""
+        if status:
+            _say(f"a process that waited has ended ({how}){stays}")
+        if stays and store is not None:
+            ask(store, len(members), "a process that was to join has ended")
 
     def _follow_program(self) -> None:
-        """Has as many processes as the program itself has asked for."""
-        want = self._read("want")
+        """Has as many processes as the program itself has asked for, or somebody before it could be told."""
+        want, store = self._read("want"), self._job()
         if want is not None and (size := json.loads(want)["size"]) != self._want:
             self._want = size
             self._fill(size)
+        elif want is None and store is not None and str(self._want) != self._environment[PRESENT]:
+            ask(store, self._want, "asked")
 
     def _dismiss(self) -> None:
         """Ends processes that wait, where there are more than are to: what they hold is for others."""
@@ -246,8 +254,7 @@ class Supervisor:
 
     def _recover(self) -> int | None:
         """Has the job go on without the ranks that are lost, once those that are left have said that they know of it."""
-        store, generation = self._job(), self._generation()
-        members = range(self._request.size) if generation is None else generation.members
+        store, generation, members = self._job(), self._generation(), self._members()
         left = [member for member in members if member in self._processes]
         loss = 0 if store is None else store.add("losses", 0) + 1
         said = {
@@ -319,6 +326,11 @@ class Supervisor:
         """The generation that is there now."""
         number = self._read("present")
         return None if number is None else read_generation(self._read(f"generation/{number.decode()}") or b"")
+
+    def _members(self) -> Sequence[int]:
+        """The ranks that are there now, or will be the first."""
+        generation = self._generation()
+        return range(int(self._environment[PRESENT])) if generation is None else generation.members
 
 
 def _say(text: str) -> None:

@@ -43,6 +43,7 @@ from patrickstar.plan.update_choice import UpdateChoice
 from patrickstar.session.mesh_tensors import MeshTensors
 from patrickstar.session.parts import Parts, StepBytes
 from patrickstar.session.start import Setup, resting_state
+from patrickstar.session.step_parts import refuse_outside_of_steps
 from patrickstar.step.assembling import Assembling
 from patrickstar.step.device_room import DeviceRoom
 from patrickstar.step.events import Events
@@ -108,15 +109,18 @@ class Ground:
 
         `meet`: called once there is memory, before anything stands on it; makes the whole tensors of a model in blocks.
         """
-        setup = self.setup
-        if setup.ranks is None:
+        setup, is_elastic = self.setup, self.setup.ranks is None
+        if is_elastic:
             setup = setup.over(None if collectives is None else collectives.ranks)
         store = build_memory(setup, make_lane=self.make_lane)
         try:
-            return build_step(self, setup, store, collectives=collectives, make_mesh=meet(setup))
+            parts = build_step(self, setup, store, collectives=collectives, make_mesh=meet(setup))
         except BaseException:
             store.close()
             raise
+        if is_elastic and collectives is not None:
+            parts.training.completing = refuse_outside_of_steps
+        return parts
 
     def lay_bare(self) -> None:
         """Leaves parameters without bytes: what stands for them cannot be read."""

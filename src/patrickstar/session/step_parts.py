@@ -56,7 +56,8 @@ class StepParts:
             name: _Buffer(name, one, one._version, one.clone() if is_first and one.is_floating_point() else None)
             for name, one in of.model.named_buffers()
         }
-        self._is_told = is_told
+        self._is_told, self._outside = is_told, of.training.completing
+        of.training.completing = self.complete
 
     def __iter__(self) -> Iterator[Any]:
         training = self._of.training
@@ -83,6 +84,7 @@ class StepParts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
         if kind is None:
             self.expect_completed()
+            self._of.training.completing = self._outside
         if isinstance(error, RankLost):
             self.lost = error.with_traceback(None)  # which holds what the step has made
         return self.lost is not None
@@ -93,9 +95,9 @@ class StepParts:
         Raises:
             StateError: not all of this rank's parts have run. LayoutError: a forward has changed a buffer, which would depend on the number of ranks.
         """
+        self._expect_run()
         if self.completed:
             return
-        self._expect_run()
         if self._done < len(self._mine):
             raise StateError(
                 f"step {self.step}: gradients are used before part {self._mine[self._done]} of {self._count} has run backward"
@@ -118,6 +120,7 @@ class StepParts:
         """Lets go of the session's parts; tells whether a rank was told to stop before the last backward, which all ranks know alike."""
         self.expect_completed()
         gathering = self._of.training.gathering
+        self._of.training.completing = self._outside
         del self._of, self._batches  # whoever iterates over steps has this one until there is the next
         return is_told if gathering is None else _STOP in gathering.heard
 
@@ -136,6 +139,13 @@ class StepParts:
                 f"step {self.step}, part {self.index} of {self._count} has run backward {ran} times: call backward() once for each "
                 "part, on the sum of its losses"
             )
+
+
+def refuse_outside_of_steps() -> None:
+    """Raises StateError: gradients of several ranks are used that were not made in numbered parts, and nobody knows what they add up to."""
+    raise StateError(
+        "ranks of an elastic job train in session.steps() alone: optimizer.step() was called outside of it"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,6 @@ class StepsToDo:
             is_told=lambda: self._told_s < math.inf,
             is_first=is_first,
         )
-        parts.training.completing = self._current.complete
         parts.training.lr_factor = self._draws.lr_factor(self.step)
         return self._current
 
