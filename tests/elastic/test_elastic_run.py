@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -112,15 +113,21 @@ def test_fewer_ranks_than_there_must_be_end_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("of", ["the job", "its supervisor"])
-def test_a_job_that_is_ended_saves_and_goes_on_later(of: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("send", "number", "says"),
+    [(os.kill, signal.SIGTERM, 143), (os.kill, signal.SIGKILL, -signal.SIGKILL), (os.killpg, signal.SIGINT, 130)],
+    ids=["the job", "its supervisor", "Ctrl-C"],
+)
+def test_a_job_that_is_ended_saves_and_goes_on_later(
+    send: Callable[[int, int], None], number: int, says: int, tmp_path: Path
+) -> None:
     with running(tmp_path, TOTAL, "--min", "1", "--max", "2", "--size", "2") as job:
         pids = [rank["pid"] for rank in job.wait_for(8)["ranks"]]
         for _ in range(2):  # one whose parent ends is told for each of its threads
-            job.process.send_signal(signal.SIGTERM if of == "the job" else signal.SIGKILL)
+            send(job.process.pid, number)
             time.sleep(0.1)
         status, _ = job.end()
-        assert status == (143 if of == "the job" else -signal.SIGKILL)
+        assert status == says
         until = time.monotonic() + 30
         while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < until:
             time.sleep(0.1)

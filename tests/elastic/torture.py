@@ -1,4 +1,4 @@
-"""Ranks of elastic jobs that are killed at any moment, in steps, saves and resizes: `python -m tests.elastic.torture SEED COUNT`.
+"""Processes of elastic jobs, ranks or not, that are killed at any moment, in steps, saves and resizes: `python -m tests.elastic.torture SEED COUNT`.
 
 Each job goes on to its end with the bits of one process, and computes at most as many steps again as lie between two checkpoints.
 """
@@ -33,20 +33,21 @@ def main(seed: int, count: int) -> int:
                 with suppress(AssertionError):
                     reached = job.wait_for(reached + 1)["step"]
                 time.sleep(draw.uniform(0.0, 2.0))
-                ranks = job.status().get("ranks", [])
-                if ranks and job.process.poll() is None:
+                status = job.status()
+                pids = [*(rank["pid"] for rank in status.get("ranks", [])), *status.get("waiting", [])]
+                if pids and job.process.poll() is None:
                     with suppress(ProcessLookupError):
-                        os.kill(draw.choice(ranks)["pid"], signal.SIGKILL)
+                        os.kill(draw.choice(pids), signal.SIGKILL)
                         killed, here = killed + 1, here + 1
             try:
-                status, output = job.end(within_s=300)
+                exit_status, output = job.end(within_s=300)
             except Exception as error:  # whatever it is, the next job is tried
                 job.process.kill()
-                status, output = -1, f"{error}"
-            is_well = status == 0 and digests(output) == {want}
+                exit_status, output = -1, f"{error}"
+            is_well = exit_status == 0 and digests(output) == {want}
             failed += not is_well
             print(
-                f"{killed}/{count}: {here} kills in a job of sizes {plan}: {'as one process' if is_well else f'{status}, {output}'}",
+                f"{killed}/{count}: {here} kills in a job of sizes {plan}: {'as one process' if is_well else f'{exit_status}, {output}'}",
                 flush=True,
             )
     return 1 if failed else 0

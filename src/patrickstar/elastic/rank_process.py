@@ -32,6 +32,7 @@ class RankProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the supervisor, which has them save
             preexec_fn=partial(end_with_parent, self.ends_by),  # noqa: PLW1509  (one call of the system)
         )
         self._stopped_at: float | None = None
