@@ -118,6 +118,8 @@ def refused(rank: int, plan: Plan, what: str) -> str:
         def run() -> None:
             if what == "resize":
                 session.resize(9)
+            if what == "again":
+                session.steps(Samples(9), **arguments)
             for parts in session.steps([] if what == "empty" else Samples(9), **arguments):
                 with parts:
                     for _, batch in parts:
@@ -148,6 +150,7 @@ def refused(rank: int, plan: Plan, what: str) -> str:
         ("early", "StateError: step 0: gradients are used before part 1 of 4 has run backward"),
         ("left", "StateError: step 0 was left after part 0 of 4"),
         ("twice", "StateError: step 0, part 0 of 4 has run backward 2 times"),
+        ("again", "StateError: an elastic job has one loop over session.steps()"),
         ("nothing", "StateError: step 1 begins with gradients from before: call optimizer.zero_grad()"),
     ],
 )

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from patrickstar.comm.ranks import Ranks
 from patrickstar.config.kinds import refuse
 from patrickstar.core.resharding import Member, order_of_least_movement
-from patrickstar.errors import ConfigError, RankError, RankLost
+from patrickstar.errors import ConfigError, RankError, RankLost, StateError
 
 SIZES: Final = "PATRICKSTAR_ELASTIC"  # the fewest and the most ranks of a job, as `1:4`
 PRESENT: Final = "PATRICKSTAR_SIZE"  # how many ranks a job begins with; the fewest by default
@@ -123,6 +123,12 @@ class ElasticJob:
         if not self.least <= size <= self.most:
             raise ConfigError(f"resize({size}): this job has {self.least} to {self.most} ranks")
         ask(self._store, size, why, batch)
+
+    def begins_loop(self) -> None:
+        """Notes that a loop over steps begins. StateError: there was another, whose end processes that wait have seen, and whose checkpoints there are."""
+        of = self._name if self.directory is None else "patrickstar"
+        if self._given.add(f"{of}/loops/{self.member}/{os.getpid()}", 1) > 1:
+            raise StateError("an elastic job has one loop over session.steps(): have a job for each, or one loop for both")
 
     def offer(self, batches: range) -> None:
         """Has a step be of any of these numbers of samples, when it is asked for."""

@@ -152,14 +152,15 @@ class ElasticSession:
             extra: what has a state that follows steps, such as a scheduler, by name: ranks that join have it, and checkpoints; a loss takes it back.
             lr_scaling: factor of the learning rates for a batch of k times batch_size: "sqrt", "linear" (moved to in an epoch), or a function of k.
         Raises:
-            ConfigError: before the first step. StateError: no optimizer is managed, or ranks were not started as an elastic job.
+            ConfigError: before the first step. StateError: no optimizer is managed, ranks were not started as an elastic job, or that has had a loop.
         """
         _check(self, dataset, batch_size, parts, ends=(total, epochs))
         _check_more(batch, batch_size, max_batch, lr_scaling, extra)
         if self.resizing is None and parts > 1:  # what is added to is not rounded first
             self._parts.events.late_planes.widen_gradients()
-        if self.resizing is not None and max_batch is not None:
-            self.resizing.job.offer(range(batch_size, max_batch + 1, batch_size // parts))
+        if self.resizing is not None:
+            self.resizing.job.begins_loop()
+            self.resizing.job.offer(range(batch_size, (max_batch or 0) + 1, batch_size // parts))
         draws = Draws(
             SampleOrder(len(dataset), seed),
             each=batch_size // parts,
