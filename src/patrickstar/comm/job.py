@@ -128,7 +128,9 @@ class ElasticJob:
         """Notes that a loop over steps begins. StateError: there was another, whose end processes that wait have seen, and whose checkpoints there are."""
         of = self._name if self.directory is None else "patrickstar"
         if self._given.add(f"{of}/loops/{self.member}/{os.getpid()}", 1) > 1:
-            raise StateError("an elastic job has one loop over session.steps(): have a job for each, or one loop for both")
+            raise StateError(
+                "an elastic job has one loop over session.steps(): have a job for each, or one loop for both"
+            )
 
     def offer(self, batches: range) -> None:
         """Has a step be of any of these numbers of samples, when it is asked for."""
