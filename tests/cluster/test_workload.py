@@ -46,6 +46,8 @@ def test_empty_cells_and_blank_lines_are_as_if_they_were_not_there(tmp_path):
         ([HEADER, GOOD, "b,0,two,100"], "line 3: column gpus: 'two' is no number"),
         ([HEADER, "a,0,2.5,100"], "line 2: column gpus: '2.5' is no whole number"),
         ([HEADER, "a,0,2,nan"], "line 2: column duration: 'nan' is no finite number"),
+        ([HEADER, "a,0,2,1e13"], "line 2: column duration: '1e13' is no finite number up to 1e+12"),
+        ([HEADER, "a,0,2,1e9"], "line 2: column duration: 1e9 is out of range: above 0, at most 1e+08"),
         ([HEADER, "a,0,2,inf"], "line 2: column duration: 'inf' is no finite number"),
         ([HEADER, "a,-1,2,100"], "line 2: column submit: -1 is out of range: at least 0"),
         ([HEADER, "a,0,2,0"], "line 2: column duration: 0 is out of range: above 0"),

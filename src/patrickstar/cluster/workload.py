@@ -112,8 +112,8 @@ class _Row:
             value = float(text)
         except ValueError:
             raise self.error(column, f"{text!r} is no number") from None
-        if not math.isfinite(value):
-            raise self.error(column, f"{text!r} is no finite number")
+        if not abs(value) <= _LARGEST:
+            raise self.error(column, f"{text!r} is no finite number up to {_LARGEST:g}")
         if value < least or value > most or (above and value == least):
             bound = f"{'above' if above else 'at least'} {least:g}" + (f", at most {most:g}" if most < math.inf else "")
             raise self.error(column, f"{text} is out of range: {bound}")
@@ -141,7 +141,7 @@ class _Row:
         max_gpus = self.whole("max_gpus", least=min_gpus) if self.cells.get("max_gpus") else self.cluster_gpus
         if not min_gpus <= gpus <= max_gpus:
             raise self.error("gpus", f"{gpus} is not between min_gpus {min_gpus} and max_gpus {max_gpus}")
-        duration, serial = self.number("duration", least=0, above=True), self.number("serial", least=0, most=1)
+        duration, serial = self.number("duration", least=0, most=_LONGEST_S, above=True), self.number("serial", least=0, most=1)
         noise, grow = self.number("noise", least=0), self.number("grow", least=1)
         times: dict[str, Any] = {"duration": duration, "n_epochs": self.whole("epochs", least=1)}
         course = FourNumbers(gpus=gpus, serial=serial, noise=noise, grow=grow, **times)
@@ -161,6 +161,8 @@ class _Row:
         return Submission(name=name, submit=submit, gpus=gpus, max_gpus=course.max_gpus, course=course)
 
 
+_LARGEST: Final = 1e12
+_LONGEST_S: Final = 1e8  # three years, in ticks of a minute
 DEFAULTS: Final[Mapping[str, float]] = MappingProxyType(
     {"min_gpus": 1, "max_gpus": math.inf, "serial": 0.05, "noise": 0, "grow": 1, "epochs": 10, "user": 0, "priority": 0}
 )

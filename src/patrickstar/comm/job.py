@@ -125,7 +125,7 @@ class ElasticJob:
         ask(self._store, size, why, batch)
 
     def begins_loop(self) -> None:
-        """Notes that a loop over steps begins. StateError: there was another, whose end processes that wait have seen, and whose checkpoints there are."""
+        """Notes that a loop over steps begins. StateError: there was another, whose checkpoints there are."""
         of = self._name if self.directory is None else "patrickstar"
         if self._given.add(f"{of}/loops/{self.member}/{os.getpid()}", 1) > 1:
             raise StateError(
