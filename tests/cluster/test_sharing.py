@@ -40,6 +40,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ("name: b", "name: b/c", "line 7, column 12: name: 'b/c' has other signs"),
         ("name: b", "name: 7", "line 7, column 12: name: 7; a text is expected, in quotes"),
         ("steps: 20", "steps: many", "line 6, column 12: steps: 'many'; a number is expected"),
+        ("steps: 20", "steps: !!python/name:os.sep", "line 6, column 12: steps: could not determine a constructor"),
         ("steps: 20", "steps: 0", "line 6, column 12: steps: 0 is less than 1"),
         ("steps: 20", "submit: .nan", "line 6, column 13: submit: nan is less than 0 or without end"),
         ("steps: 20", "pinned: 1", "line 6, column 13: pinned: 1; true or false"),

@@ -81,7 +81,10 @@ class _JobsReader:
             yield key.value, value
 
     def value(self, key: str, node: Any, kind: str) -> Any:
-        found: Any = self.loader.construct_object(node, deep=True)
+        try:
+            found: Any = self.loader.construct_object(node, deep=True)
+        except Exception as error:  # of YAML, or of what makes a value of its text
+            raise self.error(node, f"{key}: {getattr(error, 'problem', error)}") from None
         allowed: Any = (int, float) if "float" in kind else {"str": str, "bool": bool}.get(kind, int)
         if not isinstance(found, allowed) or (isinstance(found, bool) and kind != "bool"):
             words = {"str": "a text is expected, in quotes where it looks like a number", "bool": "true or false"}
