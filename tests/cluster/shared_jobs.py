@@ -91,7 +91,8 @@ class FakeExecutor:
 
     def close(self) -> None:
         self.closed = True
-        self.runs.clear()
+        for run in self.runs.values():
+            run.ends = self.now, 0 if run.ends and run.ends[1] == 0 else 1
 
 
 def job(name: str, **keys: Any) -> dict[str, Any]:

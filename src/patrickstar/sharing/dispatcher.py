@@ -70,6 +70,10 @@ class Dispatcher:
                 self.wait(POLL_S)
         finally:
             self.executor.close()
+            for job in [job for job in self.jobs.values() if job.gpu_ids]:
+                job.state = "closing"
+                self._look(job, 0.0)  # it may have come to its end
+            self._write()
 
     def _turn(self, now: float) -> bool:
         """Does what there is to do; gives whether some job has not ended."""
@@ -139,7 +143,8 @@ class Dispatcher:
                 job.predicted = self.now + view.rest / view.speed.own_rates([standing.size]).item()
             return
         lost = standing.exit_status == LOST and job.step > max([-1, *job.losses[-3:-2]])
-        stopped = lost or (job.state == "stopping" and standing.exit_status == STOPPED)
+        was_told = standing.exit_status == STOPPED if job.state == "stopping" else job.state == "closing"
+        stopped = lost or (was_told and standing.exit_status != 0)
         job.state = "waiting" if stopped else "failed" if standing.exit_status else "done"
         job.has_begun = False
         if lost:
