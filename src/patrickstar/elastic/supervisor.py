@@ -113,7 +113,8 @@ class Supervisor:
         else:
             again, self._ends_with = time.monotonic() > self._ends_at - _ENDS_S + AT_ONCE_S, 128 + number
             self._ends_at = min(self._ends_at, time.monotonic() + _ENDS_S)
-            self._signal_all(signal.SIGKILL if again else signal.SIGTERM)
+            if again or self._read("over") is None:  # after its last step it has no more than its end to come to
+                self._signal_all(signal.SIGKILL if again else signal.SIGTERM)
 
     def _carry_out(self, order: Any) -> Mapping[str, Any]:
         if order["do"] == "resize":
@@ -199,8 +200,9 @@ class Supervisor:
         if self._ends_with is None and not over and (self._lost or self._are_at_a_loss()):
             return self._recover()
         if not self._processes:
-            failed = next((status for status in self._statuses.values() if status), 0)
-            return self._ends_with or (128 - failed if failed < 0 else failed)
+            counted = self._members() if self._ends_with else self._statuses  # ranks may have come to their end
+            failed = next((status for member in counted if (status := self._statuses.get(member))), 0)
+            return failed and (self._ends_with or (128 - failed if failed < 0 else failed))
         if time.monotonic() > self._ends_at:
             self._signal_all(signal.SIGKILL)
         self._follow_program()

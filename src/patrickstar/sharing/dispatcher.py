@@ -66,7 +66,7 @@ class Dispatcher:
             self.jobs = {record["of"]["name"]: LiveJob.of_record(record) for record in before["jobs"]}
         began = self.clock() - self.now
         try:
-            while self._turn(self.clock() - began):
+            while self._turn(round(self.clock() - began, 3)):
                 self.wait(POLL_S)
         finally:
             self.executor.close()
