@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from patrickstar.cli.main import cli
 from patrickstar.elastic.job_directory import JobDirectory
-from patrickstar.errors import StateError
+from patrickstar.errors import ConfigError, StateError
 from tests.elastic.running import digest_of_one, digests, running
 
 pytestmark = pytest.mark.slow
@@ -31,8 +31,10 @@ def test_a_job_grows_and_shrinks_by_plan_and_by_order(tmp_path: Path) -> None:
         found = job.wait_for(7, size=2)
         assert len(found["ranks"]) == 2
         job.directory.ask({"do": "resize", "size": 3})
-        with pytest.raises(StateError, match="4 ranks: this job has 1 to 3"):
+        with pytest.raises(ConfigError, match="4 ranks: this job has 1 to 3"):
             job.directory.ask({"do": "resize", "size": 4})
+        with pytest.raises(StateError, match="a job runs in .* already"):
+            job.directory.make()
         first = found["ranks"][0]["pid"]
         assert job.wait_for(8, size=3)["ranks"][0]["pid"] == first
         job.process.send_signal(signal.SIGUSR1)

@@ -36,12 +36,14 @@ class JobDirectory:
         if self.path.stat().st_uid != os.getuid():
             raise StateError(f"{self.path} belongs to another user: give a --job-dir of your own")
         self.path.chmod(0o700)
-        with suppress(StateError):
+        try:
             self.ask({"do": "status"})
-            raise RuntimeError(f"a job runs in {self.path} already: `patrickstar elastic status {self.path}`")
+        except StateError:
+            return
+        raise StateError(f"a job runs in {self.path} already: `patrickstar elastic status {self.path}`")
 
     def ask(self, order: Mapping[str, Any]) -> Any:
-        """The answer of the job that runs here. StateError: none does, it is another user's, or it has refused."""
+        """The answer of the job that runs here. StateError: none does, or it is another user's. ConfigError: it has refused."""
         with closing(socket.socket(socket.AF_UNIX)) as connection:
             connection.settimeout(_ANSWERS_S)
             try:
@@ -49,13 +51,15 @@ class JobDirectory:
                     connection.connect(f"{folder}/socket")
                 connection.sendall(json.dumps(order).encode() + b"\n")
                 with connection.makefile() as lines:
-                    answer = json.loads(lines.readline(_MOST_BYTES) or '{"error": "the job has ended"}')
+                    text = lines.readline(_MOST_BYTES)
             except PermissionError:
                 raise StateError(f"{self.path} belongs to another user") from None
             except OSError as error:
                 raise StateError(f"no job runs in {self.path}, or it does not answer ({error})") from None
-        if "error" in answer:
-            raise StateError(answer["error"])
+        if not text:
+            raise StateError(f"the job in {self.path} has ended")
+        if "error" in (answer := json.loads(text)):
+            raise ConfigError(answer["error"])
         return answer
 
     @contextmanager

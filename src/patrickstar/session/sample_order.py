@@ -19,7 +19,7 @@ LR_SCALING: Final[Mapping[str, Callable[[float], float]]] = MappingProxyType({"s
 
 def keyed_seed(*key: int) -> int:
     """A seed for torch's random numbers, of 63 bits, that depends on these numbers and nothing else."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+    return int.from_bytes(hashlib.blake2b(repr(tuple(map(int, key))).encode(), digest_size=8).digest(), "little") >> 1
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from patrickstar.cluster.job_view import Ids
 from patrickstar.elastic.job_directory import JobDirectory
 from patrickstar.elastic.rank_process import end_with_parent, threads_of
 from patrickstar.elastic.ray_cluster import RayCluster
-from patrickstar.errors import StateError
+from patrickstar.errors import Error
 from patrickstar.sharing.jobs_file import SharedJob
 from patrickstar.sharing.live_job import Standing
 
@@ -90,7 +90,7 @@ class ElasticRuns:
         run.gpu_of_slot += new
         run.standing = Standing(gpu_ids=tuple(sorted({*held, *gpu_ids})))
         order = {"do": "resize", "size": len(gpu_ids), "why": f"scheduler: {why}"}
-        with suppress(StateError, OSError, ValueError):  # it has just ended, as `status` will say
+        with suppress(Error, ValueError):  # it has just ended, as `status` will say
             run.directory.ask({**order, "devices": self._shown(run.gpu_of_slot)})
 
     def stop(self, name: str) -> None:
@@ -102,7 +102,7 @@ class ElasticRuns:
         run = self._runs[name]
         if (status := run.process.poll()) is not None:
             return Standing(exit_status=status)
-        with suppress(StateError, OSError, ValueError):  # it has not come so far, or is about to end
+        with suppress(Error, ValueError):  # it has not come so far, or is about to end
             told = run.directory.ask({"do": "status"})
             if told["slots"]:
                 gpu_ids = tuple(sorted(run.gpu_of_slot[slot] for slot in told["slots"] if slot < len(run.gpu_of_slot)))
