@@ -330,7 +330,7 @@ def decisions() -> str:
         f"| `{row['policy']}` | {row['gpus']} GPUs, {row['jobs']} jobs | {row['p50'] * 1e3:.1f} ms | {row['p99'] * 1e3:.1f} ms |"
         for row in found["decisions"]
     ]
-    before = f"Measured on one of {machine['cores']} cores ({machine['cpu'].strip()}), which other programs used as well; NumPy {machine['numpy']}."
+    before = f"Measured on one of {machine['cores']} cores ({machine['cpu'].strip()}); NumPy {machine['numpy']}."
     return "\n".join([before, "", "| policy | | p50 | p99 |", "|---|---|---|---|", *rows])
 
 
