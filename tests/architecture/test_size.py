@@ -10,7 +10,7 @@ import pytest
 import patrickstar
 
 SOURCE, TESTS = Path(patrickstar.__file__).parent, Path(__file__).parents[1]
-LIMITS = {SOURCE: 41_400, TESTS: 63_100, SOURCE / "config" / "engine": 450}
+LIMITS = {SOURCE: 41_360, TESTS: 63_100, SOURCE / "config" / "engine": 450}
 """Lines of Python in all. An issue under way may take more than it has found, and gives that back before it ends (`docs/roadmap.md`)."""
 LINES_OF_A_FILE = 500
 METHODS_OF_A_CLASS = 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -152,18 +152,10 @@ class TrainingRun:
         progress.seconds += seconds
         progress.tokens += tokens
         progress.moved_per_step = {link: nbytes - before.moved.get(link, 0) for link, nbytes in stats.moved.items()}
-        return {
-            "event": "step",
-            "step": progress.step,
-            "loss": loss,
-            "loss_hex": loss.hex(),  # every bit, and `nan` and `inf`, for which JSON has no number
-            "seconds": seconds,
-            "tokens_per_second": tokens / seconds,
-            "grad_norm": norm,
-            "peak": dict(stats.peak),
-            "sent": dict(stats.sent),
-            "rss": resident_bytes(),
-        }
+        row: dict[str, Any] = {"event": "step", "step": progress.step, "loss": loss}
+        row["loss_hex"] = loss.hex()  # every bit, and `nan` and `inf`, for which JSON has no number
+        row |= {"seconds": seconds, "tokens_per_second": tokens / seconds, "grad_norm": norm}
+        return row | {"peak": dict(stats.peak), "sent": dict(stats.sent), "rss": resident_bytes()}
 
     def _save(self) -> None:
         directory = self.request.checkpoint_dir

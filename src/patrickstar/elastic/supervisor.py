@@ -123,25 +123,20 @@ class Supervisor:
             if not self._request.least <= size <= self._request.most:
                 return {"error": f"{size} ranks: this job has {self._request.least} to {self._request.most}"}
             self._ask(size, order.get("why", "asked"), order.get("batch"))
-        generation = self._generation()
-        return {
-            "size": 0 if generation is None else generation.size,
+        generation, progress = self._generation(), self._read("progress")
+        members = () if generation is None else generation.members
+        pids = {member: process.pid for member, process in self._processes.items()}
+        known: dict[str, Any] = {
+            "size": len(members),
             "want": self._want,
             "min": self._request.least,
             "max": self._request.most,
-            "step": int(self._read("progress") or 0),
-            "has_begun": self._read("progress") is not None,
+        }
+        known |= {"step": int(progress or 0), "has_begun": progress is not None}
+        return known | {
             "slots": [process.slot for process in self._processes.values()],
-            "ranks": [
-                {"rank": rank, "pid": self._processes[member].pid}
-                for rank, member in enumerate(generation.members if generation is not None else ())
-                if member in self._processes
-            ],
-            "waiting": [
-                process.pid
-                for member, process in self._processes.items()
-                if generation is None or member not in generation.members
-            ],
+            "ranks": [{"rank": rank, "pid": pids[one]} for rank, one in enumerate(members) if one in pids],
+            "waiting": [pid for member, pid in pids.items() if member not in members],
             "checkpoint": str(self._directory.newest_checkpoint or ""),
         }
 

@@ -29,26 +29,13 @@ Plan = Mapping[str, str]
 PLANS: Final[Mapping[str, Plan]] = MappingProxyType(
     {
         "gpt2": MappingProxyType(
-            {
-                "*wte": "embedding",
-                "*wpe": "positions",
-                "*ln_*": "norm",
-                "*.attn.c_attn": "linear_qkv",
-                "*.attn.c_proj": "linear",
-                "*.mlp.c_*": "linear",
-                "lm_head": "head",
-            }
+            {"*wte": "embedding", "*wpe": "positions", "*ln_*": "norm", "*.attn.c_attn": "linear_qkv"}
+            | {"*.attn.c_proj": "linear", "*.mlp.c_*": "linear", "lm_head": "head"}
         ),
         "llama": MappingProxyType(
-            {
-                "*embed_tokens": "embedding",
-                "*norm": "norm",
-                "*.self_attn.q_proj+k_proj+v_proj": "linear",
-                "*.self_attn.o_proj": "linear",
-                "*.mlp.gate_proj+up_proj": "linear",
-                "*.mlp.down_proj": "linear",
-                "lm_head": "head",
-            }
+            {"*embed_tokens": "embedding", "*norm": "norm", "*.self_attn.q_proj+k_proj+v_proj": "linear"}
+            | dict.fromkeys(("*.self_attn.o_proj", "*.mlp.gate_proj+up_proj", "*.mlp.down_proj"), "linear")
+            | {"lm_head": "head"}
         ),
     }
 )

@@ -194,18 +194,10 @@ class StepsToDo:
         if before == after or self._session.rank != 0:
             return
         factor = self._draws.lr_scaling(after / draws.batches[0][1])
-        _log.warning(
-            "batches of %d samples in place of %d from step %d on, learning rates times %.4g: %s",
-            after,
-            before,
-            step,
-            factor,
-            generation.why,
-        )
-        _write(
-            resizing,
-            {"event": "batch", "step": step, "from": before, "to": after, "lr_factor": factor, "why": generation.why},
-        )
+        said = "batches of %d samples in place of %d from step %d on, learning rates times %.4g: %s"
+        _log.warning(said, after, before, step, factor, generation.why)
+        event = {"event": "batch", "step": step, "from": before, "to": after}
+        _write(resizing, {**event, "lr_factor": factor, "why": generation.why})
 
     # losses
 
@@ -258,18 +250,10 @@ def _write_resize(
     resizing: Resizing, generation: Generation, before: int, step: int, *, seconds: float, resized: Resized
 ) -> None:
     """Adds a line about a resize to the log of the job, and to that of the program."""
-    event = {
-        "event": "resize",
-        "step": step,
-        "from": before,
-        "to": generation.size,
-        "seconds": round(seconds, 4),
-        "moved_bytes": resized.moved_bytes,
-        "least_bytes": resized.least_bytes,
-        "why": generation.why,
-    }
+    event = {"event": "resize", "step": step, "from": before, "to": generation.size, "seconds": round(seconds, 4)}
+    moved = {"moved_bytes": resized.moved_bytes, "least_bytes": resized.least_bytes}
     _log.info("%d ranks in place of %d from step %d on: %s", generation.size, before, step, generation.why)
-    _write(resizing, event)
+    _write(resizing, {**event, **moved, "why": generation.why})
 
 
 def _write(resizing: Resizing, event: Mapping[str, Any]) -> None:
