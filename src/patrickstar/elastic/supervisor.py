@@ -126,13 +126,8 @@ class Supervisor:
         generation, progress = self._generation(), self._read("progress")
         members = () if generation is None else generation.members
         pids = {member: process.pid for member, process in self._processes.items()}
-        known: dict[str, Any] = {
-            "size": len(members),
-            "want": self._want,
-            "min": self._request.least,
-            "max": self._request.most,
-        }
-        known |= {"step": int(progress or 0), "has_begun": progress is not None}
+        known: dict[str, Any] = {"step": int(progress or 0), "has_begun": progress is not None}
+        known |= {"size": len(members), "want": self._want, "min": self._request.least, "max": self._request.most}
         return known | {
             "slots": [process.slot for process in self._processes.values()],
             "ranks": [{"rank": rank, "pid": pids[one]} for rank, one in enumerate(members) if one in pids],
