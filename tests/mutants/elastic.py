@@ -13,10 +13,23 @@ COMES = f"{RESIZES}::test_the_first_rank_keeps_its_process[2-3-1]"
 GROWN = "tests/elastic/test_batches_that_grow.py"
 LINEAR = f"{GROWN}::test_any_batches_have_the_bits_of_plain_torch[linear]"
 BROKEN = f"{GROWN}::test_a_job_that_is_broken_goes_on_with_the_batch_that_it_had"
+BESIDE = "tests/elastic/test_elastic_run.py::test_processes_beside_the_ranks_may_end"
 
 ELASTIC: tuple[Mutant, ...] = (
     Fault("the mean of parts is not taken", "session.step_parts:StepParts.complete").by(
         drop("if self._count > 1: ..."), ONE
+    ),
+    Fault("ranks train outside of steps", "session.build:Ground.parts").by(
+        drop("if is_elastic and collectives is not None: ..."), f"{RESIZES}::test_ranks_train_in_steps_alone"
+    ),
+    Fault("a second loop begins with the end of the first", "comm.job:ElasticJob.begins_loop").by(
+        replace("self._given.add(...)", "0"), f"{RESIZES}::test_what_is_refused"
+    ),
+    Fault("a process that waits is a rank", "elastic.supervisor:Supervisor._ended").by(
+        replace("member in members or self._ends_with is not None or self._read('over') is not None", "True"), BESIDE
+    ),
+    Fault("a size asked for early is forgotten", "elastic.supervisor:Supervisor._follow_program").by(
+        replace("ask(...)", "None"), BESIDE
     ),
     Fault("all parts draw the same", "session.sample_order:Draws.seed_of").by(
         replace("keyed_seed(...)", "self.seed"), ONE
