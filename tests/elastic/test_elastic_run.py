@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from patrickstar.cli.main import cli
 from patrickstar.elastic.job_directory import JobDirectory
+from patrickstar.elastic.supervisor import JobRequest, Supervisor
 from patrickstar.errors import ConfigError, StateError
 from tests.elastic.running import digest_of_one, digests, running
 
@@ -140,6 +141,13 @@ def test_a_job_that_is_ended_saves_and_goes_on_later(
     with running(tmp_path, TOTAL, "--min", "1", "--max", "2", "--warm", "0", seconds=0) as again:
         status, output = again.end()
     assert (status, digests(output)) == (0, {want()}), output
+
+
+def test_a_job_that_is_ended_before_it_begins_has_not_come_to_its_end(tmp_path: Path) -> None:
+    request = JobRequest(command=["true"], least=1, most=2, size=1, warm=1, threads=1, save_every=0)
+    job = Supervisor(request, JobDirectory(tmp_path))
+    job._on_signal(signal.SIGTERM, None)
+    assert job.run() == 143
 
 
 def test_what_the_command_refuses(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ class Supervisor:
         self._ends_at = math.inf
         self._restarts, self._furthest = 0, -1
         self._unanswered_at: float | None = None
+        self._store: dist.Store | None = None
         self._devices: Mapping[str, str] = {}  # that a process is shown, where it has been said
 
     def run(self) -> int:
@@ -191,7 +192,7 @@ class Supervisor:
             return self._recover()
         if not self._processes:
             counted = self._members() if self._ends_with else self._statuses  # ranks may have come to their end
-            failed = next((status for member in counted if (status := self._statuses.get(member))), 0)
+            failed = next((status for member in counted if (status := self._statuses.get(member, self._ends_with))), 0)
             return failed and (self._ends_with or (128 - failed if failed < 0 else failed))
         if time.monotonic() > self._ends_at:
             self._signal_all(signal.SIGKILL)
@@ -260,15 +261,14 @@ class Supervisor:
             return None
         self._unanswered_at = None
         lost, self._lost = self._lost, {}
-        why = ", ".join(
-            f"lost rank {members.index(member)} ({how})" for member, how in lost.items() if member in members
-        )
-        newest = str(self._directory.newest_checkpoint or "")
+        ranks = [f"lost rank {members.index(member)} ({how})" for member, how in lost.items() if member in members]
         reached = int(self._read("progress") or 0)
         self._restarts = 1 if reached > self._furthest else self._restarts + 1
         self._furthest = max(self._furthest, reached)
-        why = why or "ranks have lost each other: " + next((known["reason"] for known in said.values()), "")
-        if store is None or len(left) < self._request.least or not newest or self._restarts > _RESTARTS:
+        reason = next((known["reason"] for known in said.values()), "")
+        why = ", ".join(ranks) or f"ranks have lost each other: {reason}"
+        newest = self._directory.newest_checkpoint
+        if store is None or len(left) < self._request.least or newest is None or self._restarts > _RESTARTS:
             return self._begin_again(why, lost, left)
         assert generation is not None
         number = max(known["number"] for known in said.values()) + 2
@@ -285,7 +285,7 @@ class Supervisor:
 
     def _begin_again(self, why: str, lost: Mapping[int, str], left: Sequence[int]) -> int | None:
         """Starts the program anew, from the newest checkpoint or from the beginning; the exit status where it does not go on."""
-        newest = str(self._directory.newest_checkpoint or "")
+        newest = self._directory.newest_checkpoint
         failed = [status for member, status in self._statuses.items() if member in lost and status > 0]
         size = self._request.size if self._request.replaces else len(left)
         self._signal_all(signal.SIGKILL)
@@ -296,9 +296,8 @@ class Supervisor:
         _say(
             f"{why}; training begins again, {'from the newest checkpoint' if newest else 'as there is no checkpoint yet'}"
         )
-        for process in self._processes.values():
-            while process.status is None:
-                time.sleep(_POLL_S)
+        while any(process.status is None for process in self._processes.values()):
+            time.sleep(_POLL_S)
         self._processes.clear()
         self._statuses.clear()
         self._start(size)
@@ -308,7 +307,8 @@ class Supervisor:
 
     def _job(self) -> dist.Store | None:
         """The store as the job that is there now has it, once there is one."""
-        return dist.PrefixStore(self._store.get(NOW).decode(), self._store) if self._store.check([NOW]) else None
+        store = self._store
+        return dist.PrefixStore(store.get(NOW).decode(), store) if store is not None and store.check([NOW]) else None
 
     def _read(self, key: str) -> bytes | None:
         store = self._job()
