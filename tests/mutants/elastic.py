@@ -29,7 +29,7 @@ ELASTIC: tuple[Mutant, ...] = (
         replace("member in members or self._ends_with is not None or self._read('over') is not None", "True"), BESIDE
     ),
     Fault("a size asked for early is forgotten", "elastic.supervisor:Supervisor._follow_program").by(
-        replace("ask(...)", "None"), BESIDE
+        replace("self._ask(...)", "None"), BESIDE
     ),
     Fault("all parts draw the same", "session.sample_order:Draws.seed_of").by(
         replace("keyed_seed(...)", "self.seed"), ONE

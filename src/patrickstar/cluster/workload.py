@@ -141,11 +141,9 @@ class _Row:
         max_gpus = self.whole("max_gpus", least=min_gpus) if self.cells.get("max_gpus") else self.cluster_gpus
         if not min_gpus <= gpus <= max_gpus:
             raise self.error("gpus", f"{gpus} is not between min_gpus {min_gpus} and max_gpus {max_gpus}")
-        duration, serial = (
-            self.number("duration", least=0, most=_LONGEST_S, above=True),
-            self.number("serial", least=0, most=1),
-        )
-        noise, grow = self.number("noise", least=0), self.number("grow", least=1)
+        duration = self.number("duration", least=0, most=_LONGEST_S, above=True)
+        serial, grow = self.number("serial", least=0, most=1), self.number("grow", least=1)
+        noise = self.number("noise", least=0)
         times: dict[str, Any] = {"duration": duration, "n_epochs": self.whole("epochs", least=1)}
         course = FourNumbers(gpus=gpus, serial=serial, noise=noise, grow=grow, **times)
         of: dict[str, Any] = {"priority": self.whole("priority"), "user": self.cells.get("user", ""), "course": course}

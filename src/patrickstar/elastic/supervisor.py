@@ -222,7 +222,7 @@ class Supervisor:
             self._want = size
             self._fill(size)
         elif want is None and store is not None and str(self._want) != self._environment[PRESENT]:
-            ask(store, self._want, "asked")
+            self._ask(self._want, "asked")
 
     def _dismiss(self) -> None:
         """Ends processes that wait, where there are more than are to: what they hold is for others."""

@@ -144,7 +144,7 @@ class StepParts:
 def refuse_outside_of_steps() -> None:
     """Raises StateError: gradients of several ranks are used that were not made in numbered parts, and nobody knows what they add up to."""
     raise StateError(
-        "ranks of an elastic job train in session.steps() alone: optimizer.step() was called outside of it"
+        "ranks of an elastic job train in session.steps() alone: gradients were used outside of it, by optimizer.step(), say"
     )
 
 
