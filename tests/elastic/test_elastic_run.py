@@ -150,6 +150,15 @@ def test_a_job_that_is_ended_before_it_begins_has_not_come_to_its_end(tmp_path: 
     assert job.run() == 143
 
 
+@pytest.mark.campaign
+def test_a_job_that_is_told_to_end_after_its_last_step_has_come_to_its_end(tmp_path: Path) -> None:
+    with running(tmp_path, 6, "--max", "2") as job:
+        assert job.process.stdout is not None
+        next(line for line in job.process.stdout if "digest" in line)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.end()[0] == 0
+
+
 def test_what_the_command_refuses(tmp_path: Path) -> None:
     def told(*arguments: str) -> str:
         outcome = CliRunner().invoke(cli, ["elastic", *arguments])

@@ -116,10 +116,8 @@ def refused(rank: int, plan: Plan, what: str) -> str:
         arguments |= {"few parts": {"parts": 2}, "uneven": {"batch_size": 10}, "no end": {"total": None}}.get(what, {})
 
         def run() -> None:
-            if what == "resize":
-                session.resize(9)
-            if what == "again":
-                session.steps(Samples(9), **arguments)
+            before = {"resize": lambda: session.resize(9), "again": lambda: session.steps(Samples(9), **arguments)}
+            before.get(what, lambda: None)()
             for parts in session.steps([] if what == "empty" else Samples(9), **arguments):
                 with parts:
                     for _, batch in parts:
@@ -132,6 +130,10 @@ def refused(rank: int, plan: Plan, what: str) -> str:
                         if what == "left":
                             break
                     if what != "left":
+                        session.optimizer.step()
+                    if what == "more":
+                        session.optimizer.zero_grad()
+                        model(batch).square().mean().backward()
                         session.optimizer.step()
 
         with session:
@@ -150,6 +152,7 @@ def refused(rank: int, plan: Plan, what: str) -> str:
         ("early", "StateError: step 0: gradients are used before part 1 of 4 has run backward"),
         ("left", "StateError: step 0 was left after part 0 of 4"),
         ("twice", "StateError: step 0, part 0 of 4 has run backward 2 times"),
+        ("more", "StateError: step 0, part 3 of 4 has run backward 2 times"),
         ("again", "StateError: an elastic job has one loop over session.steps()"),
         ("nothing", "StateError: step 1 begins with gradients from before: call optimizer.zero_grad()"),
     ],
